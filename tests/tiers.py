@@ -1,0 +1,118 @@
+"""Run the test tiers one after the other, each in its own process with a time budget, and say what was skipped and why.
+
+python -m tests.tiers              all tiers but `slow`
+python -m tests.tiers default ray  only these
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SPECIAL = ("compile", "interpret", "multiprocess", "ray", "browser", "emulated", "slow")
+# Seconds on 2 cores; together under 45 minutes. A tier over its budget is stopped and fails.
+BUDGETS = {
+    "default": 600,
+    "compile": 480,
+    "interpret": 420,
+    "multiprocess": 360,
+    "ray": 300,
+    "browser": 120,
+    "emulated": 600,
+    "slow": 7200,
+}
+NO_TESTS = 5  # pytest's exit code for "nothing collected"
+
+
+@dataclass
+class Outcome:
+    """What one tier did."""
+
+    tier: str
+    seconds: float
+    code: int
+    counts: Counter = field(default_factory=Counter)
+    skips: Counter = field(default_factory=Counter)
+
+
+def run_tier(tier: str) -> Outcome:
+    """Run one tier under its budget.
+
+    Args:
+        tier: `default` or a marker of `SPECIAL`.
+
+    Returns:
+        Its outcome; code 124 if the budget ran out.
+    """
+    expression = " and ".join(f"not {name}" for name in SPECIAL) if tier == "default" else f"{tier} and not slow"
+    if tier == "slow":
+        expression = "slow"
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", expression, f"--junitxml={report}"]
+        print(f"\n=== tier {tier}: budget {BUDGETS[tier]} s", flush=True)
+        try:
+            code = subprocess.run(command, cwd=ROOT, timeout=BUDGETS[tier], check=False).returncode
+        except subprocess.TimeoutExpired:
+            print(f"tier {tier} ran over its budget of {BUDGETS[tier]} s", flush=True)
+            code = 124
+        outcome = Outcome(tier, time.monotonic() - started, code)
+        if report.exists():
+            _read_report(report, outcome)
+    return outcome
+
+
+def _read_report(report: Path, outcome: Outcome) -> None:
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        skipped = case.find("skipped")
+        if skipped is not None:
+            outcome.counts["skipped"] += 1
+            outcome.skips[re.sub(r"^Skipped: ", "", skipped.get("message", ""))] += 1
+        elif kinds & {"failure", "error"}:
+            outcome.counts["failed"] += 1
+        else:
+            outcome.counts["passed"] += 1
+
+
+def main(tiers: list[str]) -> int:
+    """Run the tiers and print a summary.
+
+    Args:
+        tiers: names; empty for all but `slow`.
+
+    Returns:
+        0 if every tier passed, else 1.
+    """
+    unknown = set(tiers) - set(BUDGETS)
+    if unknown:
+        print(f"unknown tiers: {', '.join(sorted(unknown))}; known: {', '.join(BUDGETS)}", file=sys.stderr)
+        return 2
+    outcomes = [run_tier(tier) for tier in tiers or [name for name in BUDGETS if name != "slow"]]
+    print("\n=== summary\ntier          seconds  budget  passed  failed  skipped")
+    total: Counter = Counter()
+    for outcome in outcomes:
+        counts = outcome.counts
+        total.update(counts)
+        print(
+            f"{outcome.tier:<12} {outcome.seconds:>8.0f} {BUDGETS[outcome.tier]:>7} {counts['passed']:>7} "
+            f"{counts['failed']:>7} {counts['skipped']:>8}{'  OVER BUDGET' if outcome.code == 124 else ''}"
+        )
+        for reason, count in outcome.skips.most_common():
+            print(f"    {count} skipped: {reason}")
+    print("    tier slow is not part of this run: python -m tests.tiers slow" if "slow" not in tiers else "")
+    print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped", flush=True)
+    return 0 if all(outcome.code in (0, NO_TESTS) for outcome in outcomes) and total["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""What commands print: one JSON object or a readable summary on stdout; progress and logs on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
+
+
+class _RateColumn(ProgressColumn):
+    def render(self, task: Any) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} {task.fields['unit']}/s" if speed else "", style="cyan")
+
+
+class Reporter:
+    """Where one command's output goes.
+
+    Args:
+        as_json: print the result as one JSON object instead of a summary for people.
+    """
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self.err = Console(stderr=True, highlight=False)
+        self.out = Console(highlight=False)
+
+    def log(self, message: str) -> None:
+        """Print one line on stderr.
+
+        Args:
+            message: the line; rich markup is not interpreted.
+        """
+        self.err.print(message, markup=False)
+
+    def warn(self, message: str) -> None:
+        """Print one warning line on stderr.
+
+        Args:
+            message: the line, without the word "warning".
+        """
+        self.err.print(Text("warning: ", style="yellow") + Text(message))
+
+    @contextmanager
+    def progress(self, description: str, total: float | None, unit: str = "rows") -> Iterator[Callable[[float], None]]:
+        """Show a progress bar with rate and remaining time on stderr (nothing is drawn when it is not a terminal).
+
+        Args:
+            description: what is going on, such as `train`.
+            total: how many units there are in all; None if not known.
+            unit: the unit of the rate.
+
+        Yields:
+            A function to call with the number of units just done.
+        """
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}" if total is not None else "{task.completed:,.0f}"),
+            _RateColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
+            task = bar.add_task(description, total=total, unit=unit)
+            yield lambda amount: bar.update(task, advance=amount)
+
+    def result(self, values: dict[str, Any], summary: Callable[[Console], None] | None = None) -> None:
+        """Print the command's result; call it once, at the end.
+
+        Args:
+            values: what `--json` prints; NaN and infinity become null.
+            summary: draws the readable form on the given console; by default `key: value` lines.
+        """
+        if self.as_json:
+            print(json.dumps(_json_safe(values)), file=sys.stdout, flush=True)
+        elif summary is not None:
+            summary(self.out)
+        else:
+            width = max(map(len, values), default=0)
+            for key, value in values.items():
+                self.out.print(f"{key:<{width}}  {value}", markup=False)
+
+
+def _json_safe(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if hasattr(value, "item") and not isinstance(value, (str, bytes)):  # numpy and torch scalars
+        return _json_safe(value.item())
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

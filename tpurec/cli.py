@@ -103,3 +103,7 @@ def _print_error(arguments: list[str], problem: str, remedy: str, show: object =
         show()
     else:
         print(f"error: {problem} {remedy}".rstrip(), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

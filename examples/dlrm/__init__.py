@@ -1,0 +1,1 @@
+"""The DLRM example: the whole job on synthetic click logs, through the public commands only."""

@@ -1,8 +1,12 @@
 """Fixtures that every tier shares."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# As `tpurec.cli` does: without it `import torch` loads torch_tpu, whose warning is an error here.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 _SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

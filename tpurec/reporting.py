@@ -30,6 +30,8 @@ class Reporter:
         as_json: print the result as one JSON object instead of a summary for people.
     """
 
+    json_printed = False  # whether this process has printed its one JSON object; `tpurec.cli` asks before an error's
+
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self.err = Console(stderr=True, highlight=False)
@@ -84,6 +86,7 @@ class Reporter:
         """
         if self.as_json:
             print(json.dumps(_json_safe(values)), file=sys.stdout, flush=True)
+            Reporter.json_printed = True
         elif summary is not None:
             summary(self.out)
         else:

@@ -156,3 +156,7 @@ def _fail(arguments: list[str], problem: str, remedy: str) -> int:
 def _print_json_error(arguments: list[str], problem: str, remedy: str) -> None:
     if "--json" in arguments and not Reporter.json_printed:  # exactly one object, also if a finished command fails late
         print(json.dumps({"error": {"message": problem, "remedy": remedy}}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""What a recipe's sections [model] and [tables] say. Plain Python, so that the planner can read a recipe without torch."""
+"""What a recipe's sections [model] and [tables] say. Plain Python: the planner reads a recipe without torch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TableDtype = Literal["float32", "float16"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, and its sizes; a key that the model does not use is an error, a key left out gets the model's default.
+    """Which model, and its sizes. A key that the model does not use is an error; one left out gets its default.
 
     Args:
         name: `dlrm`, `dlrm_dcn`, `deepfm` (the models of `torchrec.models`), or `module:factory`, a function that is
-            called as `factory(tables, schema, **options)` with the `EmbeddingBagConfig` list and the Schema, and returns
-            a module whose `forward(dense, kjt)` gives logits `[B]` or `[B, 1]`.
+            called as `factory(tables, schema, **options)` with the `EmbeddingBagConfig` list and the Schema, and
+            returns a module whose `forward(dense, kjt)` gives logits `[B]` or `[B, 1]`.
         dense_hidden_sizes: hidden layers of the dense (bottom) MLP; a last layer of `embedding_dim` is added.
         over_hidden_sizes: hidden layers of the over (top) MLP; a last layer of 1 is added.
         dcn_num_layers: cross layers of `dlrm_dcn`.

@@ -1,0 +1,31 @@
+"""TorchRec-compatible embedding collections whose optimizer runs in the backward pass."""
+
+from tpurec.embeddings.fuse import (
+    dense_parameters,
+    fuse,
+    fused_collections,
+    fused_optimizer_state_dict,
+    load_fused_optimizer_state_dict,
+    named_dense_parameters,
+    set_learning_rate,
+)
+from tpurec.embeddings.fused import FusedEmbeddingBagCollection
+from tpurec.embeddings.jagged import TorchBatch, to_torch
+from tpurec.embeddings.optimizers import SGD, Adagrad, EmbeddingOptimizer, RowWiseAdagrad
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "EmbeddingOptimizer",
+    "FusedEmbeddingBagCollection",
+    "RowWiseAdagrad",
+    "TorchBatch",
+    "dense_parameters",
+    "fuse",
+    "fused_collections",
+    "fused_optimizer_state_dict",
+    "load_fused_optimizer_state_dict",
+    "named_dense_parameters",
+    "set_learning_rate",
+    "to_torch",
+]

@@ -1,0 +1,277 @@
+"""`FusedEmbeddingBagCollection`: TorchRec's interface, with the optimizer in the backward pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
+
+from tpurec.embeddings import jagged
+from tpurec.embeddings.lookup import fused_lookup
+from tpurec.embeddings.optimizers import EmbeddingOptimizer, from_torchrec
+from tpurec.embeddings.stack import StackedFeature, TableStack, dtype_of, pooling_of
+from tpurec.errors import ConfigError, DataError
+
+
+class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
+    """A TorchRec `EmbeddingBagCollection` that updates the rows it read when the backward pass runs.
+
+    No gradient as large as a table exists, and rows that a batch does not touch stay as they are, to the bit. The
+    weights are in `state_dict` under TorchRec's names (`embedding_bags.NAME.weight`); they are views of one storage per
+    dim, dtype and pooling. A table whose weight has `requires_grad=False` is frozen.
+
+    Args:
+        tables: TorchRec's configurations; a feature may read several tables and a table may serve several features.
+        optimizer: `SGD`, `Adagrad` or `RowWiseAdagrad` of `tpurec.embeddings`.
+        is_weighted: whether batches carry one weight per id.
+        device: where the tables are; CPU by default.
+        optimizer_type: with `optimizer_kwargs`, TorchRec's form in place of `optimizer`:
+            `torch.optim.SGD`, `torch.optim.Adagrad` or `torchrec.optim.RowWiseAdagrad`.
+        optimizer_kwargs: such as `{"lr": 0.1, "eps": 1e-8}`.
+
+    Raises:
+        ConfigError: no or duplicate tables, an optimizer, data type or pooling that cannot be fused.
+
+    Example:
+        >>> tables = [EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=100, feature_names=["f"])]
+        >>> collection = FusedEmbeddingBagCollection(tables, RowWiseAdagrad(lr=0.1))
+        >>> out = collection(KeyedJaggedTensor(["f"], torch.tensor([3, 5, 7]), lengths=torch.tensor([2, 1])))
+        >>> out.values().sum().backward()  # rows 3, 5 and 7 have moved
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        optimizer: EmbeddingOptimizer | None = None,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        optimizer_type: type[torch.optim.Optimizer] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if (optimizer is None) == (optimizer_type is None):
+            raise ConfigError("FusedEmbeddingBagCollection: give either optimizer or optimizer_type.")
+        if optimizer is None:
+            optimizer = from_torchrec(optimizer_type, optimizer_kwargs or {})
+        if not isinstance(optimizer, EmbeddingOptimizer):
+            raise ConfigError(
+                f"FusedEmbeddingBagCollection: optimizer = {optimizer!r} is not a fused optimizer.",
+                "Use tpurec.embeddings.SGD, Adagrad or RowWiseAdagrad; TorchRec's form takes optimizer_type= and "
+                "optimizer_kwargs= by keyword.",
+            )
+        _check_tables(tables)
+        self._tables = tables
+        self._is_weighted = is_weighted
+        self._optimizer = optimizer
+        self._learning_rate = torch.tensor(float(optimizer.lr), dtype=torch.float32, device=device)
+        self._stacks = _build_stacks(tables, optimizer, torch.device(device or "cpu"))
+        self._embedding_names = [name for names in get_embedding_names_by_table(tables) for name in names]
+        self._length_per_key = [table.embedding_dim for table in tables for _ in table.feature_names]
+        self._feature_names = list(dict.fromkeys(name for table in tables for name in table.feature_names))
+        self._columns = _output_columns(self._stacks, self._length_per_key)
+        self.embedding_bags = nn.ModuleDict({table.name: nn.Module() for table in tables})
+        self._tie_weights()
+        self.reset_parameters()
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Look up and pool a batch.
+
+        Args:
+            features: values int32 or int64, feature-major; lengths or offsets `[num_keys * batch_size (+ 1)]`, int32
+                or int64; weights float32 exactly if the collection is weighted. Keys may be more than the collection
+                reads, in any order. Id -1 is skipped.
+
+        Returns:
+            One group of `embedding_dim` float columns per feature and table, in TorchRec's order and names:
+            `[batch_size, sum of dims]`.
+
+        Raises:
+            DataError: parts that do not fit together, or an id that is not a row.
+        """
+        jagged.check_sizes(features, self._feature_names, self._is_weighted)
+        outputs = []
+        for stack in self._stacks:
+            ids = jagged.stack_ids(features, stack)
+            output = fused_lookup(stack, ids, self._hook(stack), self._learning_rate, self._optimizer)
+            outputs.append(output if output.dtype.itemsize >= 4 else output.float())
+        return KeyedTensor(
+            keys=self._embedding_names, length_per_key=self._length_per_key, values=self._arrange(outputs)
+        )
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """TorchRec's accessor.
+
+        Returns:
+            The tables' configurations.
+        """
+        return self._tables
+
+    def is_weighted(self) -> bool:
+        """TorchRec's accessor.
+
+        Returns:
+            Whether batches carry weights.
+        """
+        return self._is_weighted
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self._stacks[0].weight.device
+
+    @property
+    def optimizer(self) -> EmbeddingOptimizer:
+        """The optimizer's specification; its `lr` is the one at construction, see `learning_rate`."""
+        return self._optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """The current learning rate."""
+        return float(self._learning_rate)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate of the following steps; nothing is recompiled.
+
+        Args:
+            lr: finite and >= 0.
+
+        Raises:
+            ConfigError: a value that is not.
+        """
+        if not 0 <= lr < float("inf"):
+            raise ConfigError(f"learning rate {lr!r} must be a finite number >= 0.")
+        self._learning_rate.fill_(lr)
+
+    def reset_parameters(self) -> None:
+        """Initialise the tables with their `init_fn` and the accumulators with their initial value."""
+        for stack in self._stacks:
+            if stack.weight.device.type == "meta":
+                continue
+            with torch.no_grad():
+                for number, table in enumerate(stack.tables):
+                    table.init_fn(stack.table_weight(number))
+                if stack.state is not None:
+                    stack.state.fill_(self._optimizer.initial_accumulator)
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """The optimizer state by table, as plain tensors (no pickle needed); the learning rate is not part of it.
+
+        Returns:
+            `embedding_bags.NAME.sum`: float32 `[num_embeddings]` (row-wise) or `[num_embeddings, embedding_dim]`; empty
+            for SGD. The tensors are views: copy them if training goes on.
+        """
+        return {
+            f"embedding_bags.{table.name}.{stack.state_name}": stack.table_state(number)
+            for stack in self._stacks
+            for number, table in enumerate(stack.tables)
+            if stack.state is not None
+        }
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `optimizer_state_dict` gave; nothing changes if anything does not fit.
+
+        Args:
+            state: exactly the keys of `optimizer_state_dict`.
+
+        Raises:
+            DataError: naming the missing or extra key, or the shape that does not fit.
+        """
+        own = self.optimizer_state_dict()
+        missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
+        if missing or extra:
+            parts = [f"missing {sorted(missing)}" if missing else "", f"extra {sorted(extra)}" if extra else ""]
+            raise DataError(f"optimizer state: {'; '.join(part for part in parts if part)}.")
+        for key, target in own.items():
+            if state[key].shape != target.shape:
+                raise DataError(
+                    f"optimizer state {key!r}: shape {list(state[key].shape)}, {list(target.shape)} is expected."
+                )
+        with torch.no_grad():
+            for key, target in own.items():
+                target.copy_(state[key])
+
+    def _hook(self, stack: TableStack) -> Tensor:
+        for table in stack.tables:
+            weight = self.embedding_bags[table.name].weight
+            if weight.requires_grad:
+                return weight
+        return self.embedding_bags[stack.tables[0].name].weight
+
+    def _arrange(self, outputs: list[Tensor]) -> Tensor:
+        if self._columns is None:
+            return outputs[0]
+        pieces = [outputs[stack].narrow(1, start, length) for stack, start, length in self._columns]
+        return torch.cat(pieces, dim=1)
+
+    def _tie_weights(self) -> None:
+        for stack in self._stacks:
+            for number, table in enumerate(stack.tables):
+                view, bag = stack.table_weight(number), self.embedding_bags[table.name]
+                old = bag._parameters.get("weight")
+                if old is not None and torch._has_compatible_shallow_copy_type(old, view):
+                    old.data = view  # keeps the identity of the parameter, as Module.to does
+                else:
+                    bag.weight = nn.Parameter(view, requires_grad=old is None or old.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedEmbeddingBagCollection:
+        # Parameters copy themselves, which would cut the views off from their storage.
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        for weight in self.parameters():
+            memo[id(weight)] = nn.Parameter(weight.new_empty(0), requires_grad=weight.requires_grad)
+        result.__dict__ = copy.deepcopy(self.__dict__, memo)
+        result._tie_weights()
+        return result
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedEmbeddingBagCollection:
+        # Moving the parameters one by one would copy every view and cut it off from its storage.
+        for stack in self._stacks:
+            stack.apply(fn)
+        moved = fn(self._learning_rate)
+        self._learning_rate = self._learning_rate.to(moved.device) if moved.dtype != torch.float32 else moved
+        self._tie_weights()
+        return self
+
+
+def _check_tables(tables: list[EmbeddingBagConfig]) -> None:
+    if not tables:
+        raise ConfigError("FusedEmbeddingBagCollection: no tables.")
+    seen: set[str] = set()
+    for table in tables:
+        if table.name in seen:
+            raise ConfigError(f"FusedEmbeddingBagCollection: two tables are named {table.name!r}.")
+        seen.add(table.name)
+        if not table.feature_names:  # TorchRec's rule
+            table.feature_names = [table.name]
+
+
+def _build_stacks(
+    tables: list[EmbeddingBagConfig], optimizer: EmbeddingOptimizer, device: torch.device
+) -> list[TableStack]:
+    groups: dict[tuple, list[EmbeddingBagConfig]] = {}
+    features: dict[tuple, list[StackedFeature]] = {}
+    output = 0
+    for table in tables:
+        key = (table.embedding_dim, dtype_of(table), pooling_of(table))
+        groups.setdefault(key, []).append(table)
+        for name in table.feature_names:
+            features.setdefault(key, []).append(StackedFeature(name, len(groups[key]) - 1, output))
+            output += 1
+    return [TableStack(groups[key], features[key], optimizer, device) for key in groups]
+
+
+def _output_columns(stacks: list[TableStack], lengths: list[int]) -> list[tuple[int, int, int]] | None:
+    """Stack, first column and number of columns of every output; None if the only stack's output is the output."""
+    if len(stacks) == 1:
+        return None
+    columns: list[tuple[int, int, int]] = [(0, 0, 0)] * len(lengths)
+    for number, stack in enumerate(stacks):
+        for place, feature in enumerate(stack.features):
+            columns[feature.output] = (number, place * stack.embedding_dim, stack.embedding_dim)
+    return columns

@@ -1,0 +1,6 @@
+"""Torch custom ops `tpurec::...`: schema, CPU and fake implementation, autograd; `_tpu.py` binds the TPU."""
+
+from tpurec.ops.embedding_bag import embedding_bag, embedding_bag_weights_grad
+from tpurec.ops.embedding_update import embedding_update_
+
+__all__ = ["embedding_bag", "embedding_bag_weights_grad", "embedding_update_"]

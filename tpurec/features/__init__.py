@@ -6,6 +6,7 @@ NumPy and Arrow only: reader processes and the server's request path need no tor
 from tpurec.features.columns import Columns, Counts, SparseColumn
 from tpurec.features.packing import Ladder, PackedBatch, PackedFeature, pack
 from tpurec.features.schema import DenseFeature, LabelColumn, Schema, SparseFeature, TextInput, shipped_schemas
+from tpurec.features.transform import Problem, Transformer
 
 __all__ = [
     "Columns",
@@ -15,10 +16,12 @@ __all__ = [
     "Ladder",
     "PackedBatch",
     "PackedFeature",
+    "Problem",
     "Schema",
     "SparseColumn",
     "SparseFeature",
     "TextInput",
+    "Transformer",
     "pack",
     "shipped_schemas",
 ]

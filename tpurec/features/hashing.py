@@ -3,8 +3,8 @@
 1. The id becomes a 64-bit code: `hex`, the number its digits write (case and leading zeros do not matter);
    `integer`, its two's complement; `text`, the first 8 bytes, little-endian, of BLAKE2b (digest_size=8) of its UTF-8
    bytes (RFC 7693).
-2. `z = mix(code ^ mix(salt))`, where mix is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom
-   Number Generators, OOPSLA 2014; constants of Stafford's variant 13):
+2. `z = mix(code ^ mix(salt))`, where mix is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable
+   Pseudorandom Number Generators, OOPSLA 2014; constants of Stafford's variant 13):
    `z ^= z >> 30; z *= 0xbf58476d1ce4e5b9; z ^= z >> 27; z *= 0x94d049bb133111eb; z ^= z >> 31`, modulo 2**64.
 3. `row = (z * num_embeddings) >> 64`, in 128-bit arithmetic (Lemire: Fast Random Integer Generation in an Interval,
    ACM TOMACS 2019): even to num_embeddings / 2**64.

@@ -1,7 +1,7 @@
 """The schema: which columns are label, dense and sparse, and how raw values become model inputs.
 
-A schema is written in TOML and travels with everything made from it: in Parquet metadata (key `tpurec.schema`), in a RUN
-folder and in a bundle. It is frozen; `with_id_policy` and the like return a changed copy.
+A schema is written in TOML and travels with everything made from it: in Parquet metadata (key `tpurec.schema`), in a
+RUN folder and in a bundle. It is frozen; `with_id_policy` returns a changed copy.
 """
 
 from __future__ import annotations
@@ -464,8 +464,8 @@ def _check_hash_policy(schema: Schema) -> None:
         full = feature.transform == "vocabulary" and len(feature.vocabulary) == feature.num_embeddings
         if full and schema.policy_of(feature) == "hash":
             raise ValueError(
-                f"sparse feature {feature.name!r}: policy 'hash' sends ids outside the vocabulary to rows behind it, and "
-                f"its {len(feature.vocabulary)} entries fill all num_embeddings; raise num_embeddings"
+                f"sparse feature {feature.name!r}: policy 'hash' sends ids that are not in the vocabulary to rows "
+                f"behind it, and its {len(feature.vocabulary)} entries fill all num_embeddings; raise num_embeddings"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -135,9 +136,7 @@ def read_vocabulary(path: str | Path) -> tuple[str, ...] | tuple[int, ...]:
             return tuple(pq.read_table(path)["id"].to_pylist())
         entries = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: no such vocabulary file.", "Check the path; it is relative to the schema."
-        ) from None
+        raise ConfigError(f"{path}: no such vocabulary file.", "The path is relative to the schema.") from None
     except (KeyError, pa.ArrowInvalid, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: not a vocabulary file: {error}.", "Use a JSON list or Parquet column id.") from None
     if not isinstance(entries, list):
@@ -145,18 +144,36 @@ def read_vocabulary(path: str | Path) -> tuple[str, ...] | tuple[int, ...]:
     return tuple(entries)
 
 
-def lookup(ids: pa.Array | np.ndarray, entries: pa.Array) -> np.ndarray:
-    """Positions of ids in a vocabulary.
+class VocabularyIndex:
+    """Finds the position of ids in a vocabulary; built once, used for every batch.
 
     Args:
-        ids: [n], of the type of `entries`.
-        entries: Arrow array [size], in row order.
-
-    Returns:
-        int32 [n], -1 where the id is not in it.
+        entries: ids in row order, each once: text as strings, hex and integer ids as their uint64 codes.
     """
-    ids = pa.array(ids) if isinstance(ids, np.ndarray) else ids
-    return pc.index_in(ids, value_set=entries).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32, copy=False)
+
+    def __init__(self, entries: Sequence[str] | np.ndarray) -> None:
+        self._positions: dict[str, int] | None = None
+        if isinstance(entries, np.ndarray):
+            self._order = np.argsort(entries).astype(np.int32)
+            self._sorted = entries[self._order]
+        else:
+            self._positions = {entry: position for position, entry in enumerate(entries)}
+
+    def find(self, ids: pa.Array | np.ndarray) -> np.ndarray:
+        """Positions of ids.
+
+        Args:
+            ids: uint64 codes [n], or Arrow strings [n] without nulls, as the entries are.
+
+        Returns:
+            int32 [n], -1 where the id is not in the vocabulary.
+        """
+        if self._positions is None:
+            places = np.minimum(np.searchsorted(self._sorted, ids), len(self._sorted) - 1)
+            return np.where(self._sorted[places] == ids, self._order[places], np.int32(-1))
+        encoded = ids.dictionary_encode()
+        found = [self._positions.get(text, -1) for text in encoded.dictionary.to_pylist()]
+        return np.array(found, dtype=np.int32)[encoded.indices.to_numpy(zero_copy_only=False)]
 
 
 def _is_list(type_: pa.DataType) -> bool:

@@ -19,7 +19,7 @@ MODEL_KEYS: dict[str, dict[str, Any]] = {
 FACTORY_KEYS: dict[str, Any] = {"options": {}}
 
 Pooling = Literal["sum", "mean"]
-TableDtype = Literal["float32", "float16"]
+TableDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TableOverride:
     Args:
         embedding_dim: columns; None for the value of [tables].
         pooling: `sum` or `mean`; None for the value of [tables].
-        dtype: `float32` or `float16`; None for the value of [tables].
+        dtype: `float32`, `bfloat16` or `float16`; None for the value of [tables].
     """
 
     embedding_dim: int | None = None
@@ -88,8 +88,8 @@ class TableOverride:
     dtype: TableDtype | None = None
 
     def __post_init__(self) -> None:
-        if self.embedding_dim is not None:
-            check_embedding_dim(self.embedding_dim)
+        if self.embedding_dim is not None and self.embedding_dim < 1:
+            raise ValueError(f"embedding_dim = {self.embedding_dim}: must be 1 or more")
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class TablesConfig:
     """The embedding tables and the optimizer that runs in their backward pass. Row counts come from the schema.
 
     Args:
-        embedding_dim: columns of a table; a multiple of 4, as FBGEMM's kernels need.
+        embedding_dim: columns of a table.
         pooling: `sum` or `mean` over the ids of a bag.
-        dtype: storage of the weights, `float32` or `float16`; optimizer state is float32.
+        dtype: storage of the weights, `float32`, `bfloat16` or `float16`; optimizer state is float32.
         optimizer: `row_wise_adagrad`, `adagrad` or `sgd`.
         learning_rate: of the tables, before the schedule's factor.
         eps: added to the root of the Adagrad sum.
@@ -117,21 +117,11 @@ class TablesConfig:
     overrides: dict[str, TableOverride] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_embedding_dim(self.embedding_dim)
+        if self.embedding_dim < 1:
+            raise ValueError(f"embedding_dim = {self.embedding_dim}: must be 1 or more")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate = {self.learning_rate}: must be above 0")
-        if not self.eps >= 0 or not self.weight_decay >= 0:
-            raise ValueError(f"eps = {self.eps}, weight_decay = {self.weight_decay}: must not be negative")
-
-
-def check_embedding_dim(embedding_dim: int) -> None:
-    """Refuse a number of columns that the kernels cannot have.
-
-    Args:
-        embedding_dim: columns.
-
-    Raises:
-        ValueError: not a positive multiple of 4.
-    """
-    if embedding_dim < 4 or embedding_dim % 4:
-        raise ValueError(f"embedding_dim = {embedding_dim}: must be a positive multiple of 4 (FBGEMM's row alignment)")
+        if not self.eps > 0 or not self.weight_decay >= 0:
+            raise ValueError(
+                f"eps = {self.eps} must be above 0, weight_decay = {self.weight_decay} must not be negative"
+            )

@@ -1,0 +1,238 @@
+"""Checkpoints: exact, complete or absent, and strict about names."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tpurec.sharding import safetensors_storage
+from tpurec.sharding.checkpoint import (
+    MANIFEST,
+    Checkpointer,
+    CheckpointError,
+    best_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    read_manifest,
+)
+
+
+def some_tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model.table.weight": torch.randn(1000, 8, generator=generator) * scale,
+        "model.bias": torch.randn(3, generator=generator).to(torch.bfloat16),
+        "optimizer.table.sum": torch.rand(1000, generator=generator, dtype=torch.float64),
+        "optimizer.dense.step": torch.tensor(7.0),
+        "rng.torch": torch.arange(11, dtype=torch.uint8),
+        "model.half": torch.randn(5, 3, generator=generator).half(),
+        "model.empty": torch.empty(0, 4),
+        "model.flags": torch.tensor([True, False, True]),
+        "model.ids": torch.arange(5),
+    }
+
+
+def zeros_like(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("piece_bytes", [16 << 20, 100, 1])
+def test_tensors_and_state_come_back_bit_for_bit(tmp_path, monkeypatch, piece_bytes):
+    monkeypatch.setattr(safetensors_storage, "PIECE_BYTES", piece_bytes)
+    tensors = some_tensors()
+    state = {"epoch": 1, "loss": 0.1 + 0.2, "seen": [1, 2]}
+    folder = Checkpointer(tmp_path, keep_last=1).save(12, tensors, state, score=-0.5)
+    loaded = zeros_like(tensors)
+    places = {name: tensor.data_ptr() for name, tensor in loaded.items()}
+    manifest = load_checkpoint(folder, loaded)
+    assert (manifest.step, manifest.score, manifest.state) == (12, -0.5, state)
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype, name
+        assert loaded[name].data_ptr() == places[name], "loading is in place"
+
+
+def test_the_files_are_plain_safetensors_that_anyone_can_open_and_hold_no_pickle(tmp_path):
+    folder = Checkpointer(tmp_path, keep_last=1).save(1, some_tensors(), {})
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".safetensors"]
+    with safe_open(next(folder.glob("*.safetensors")), framework="pt") as stream:
+        assert set(stream.keys()) == set(some_tensors())
+        assert torch.equal(stream.get_tensor("model.table.weight"), some_tensors()["model.table.weight"])
+
+
+def test_pytorchs_own_reader_reads_it(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    folder = Checkpointer(tmp_path, keep_last=1).save(1, some_tensors(), {})
+    loaded = zeros_like(some_tensors())
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert torch.equal(loaded["optimizer.table.sum"], some_tensors()["optimizer.table.sum"])
+
+
+def test_missing_and_extra_optimizer_state_are_named_and_nothing_is_loaded(tmp_path):
+    """case 23"""
+    folder = Checkpointer(tmp_path, keep_last=1).save(1, some_tensors(), {})
+    wanted = zeros_like(some_tensors())
+    wanted["optimizer.other.sum"] = torch.zeros(3)
+    with pytest.raises(CheckpointError, match=r"lacks 'optimizer\.other\.sum'"):
+        load_checkpoint(folder, wanted)
+    del wanted["optimizer.other.sum"], wanted["optimizer.table.sum"]
+    with pytest.raises(CheckpointError, match=r"has 'optimizer\.table\.sum', which nothing here takes"):
+        load_checkpoint(folder, wanted)
+    assert all((tensor == 0).all() for tensor in wanted.values())
+
+
+@pytest.mark.parametrize("other", [torch.zeros(1001, 8), torch.zeros(1000, 8, dtype=torch.float64)])
+def test_another_shape_or_dtype_is_named(tmp_path, other):
+    folder = Checkpointer(tmp_path, keep_last=1).save(1, some_tensors(), {})
+    with pytest.raises(CheckpointError, match=r"'model\.table\.weight' is float32 \[1000, 8\], here it is"):
+        load_checkpoint(folder, zeros_like(some_tensors()) | {"model.table.weight": other})
+
+
+def test_a_prefix_loads_the_model_alone(tmp_path):
+    folder = Checkpointer(tmp_path, keep_last=1).save(1, some_tensors(), {})
+    model = {name: tensor for name, tensor in zeros_like(some_tensors()).items() if name.startswith("model.")}
+    load_checkpoint(folder, model, only="model.")
+    assert torch.equal(model["model.bias"], some_tensors()["model.bias"])
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    folder = Checkpointer(tmp_path, keep_last=1).save(1, some_tensors(), {})
+    path = next(folder.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: its contents changed"):
+        load_checkpoint(folder, zeros_like(some_tensors()))
+    path.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: \d+ bytes, \d+ bytes are expected"):
+        load_checkpoint(folder, zeros_like(some_tensors()))
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: missing"):
+        load_checkpoint(folder, zeros_like(some_tensors()))
+    (folder / MANIFEST).write_text('{"version": 1, "step"')
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
+        load_checkpoint(folder, zeros_like(some_tensors()))
+    (folder / MANIFEST).write_text('{"version": 99}')
+    with pytest.raises(CheckpointError, match="format version 99; this software reads version 1"):
+        read_manifest(folder)
+
+
+def test_the_last_few_and_the_best_are_kept(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep_last=2)
+    for step, score in [(1, None), (2, -0.4), (3, -0.3), (4, -0.3), (5, -0.9), (6, None)]:
+        checkpointer.save(step, {"x": torch.tensor(float(step))}, {}, score)
+    assert [read_manifest(path).step for path in list_checkpoints(tmp_path)] == [3, 5, 6]
+    assert read_manifest(best_checkpoint(tmp_path)).step == 3
+
+
+def test_without_scores_the_newest_is_the_best(tmp_path):
+    assert best_checkpoint(tmp_path / "nothing") is None
+    checkpointer = Checkpointer(tmp_path, keep_last=3)
+    for step in (1, 2):
+        checkpointer.save(step, {"x": torch.tensor(1.0)}, {})
+    assert read_manifest(best_checkpoint(tmp_path)).step == 2
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep_last=2)
+    for value in (1.0, 2.0):
+        folder = checkpointer.save(5, {"x": torch.tensor(value)}, {})
+    loaded = {"x": torch.tensor(0.0)}
+    load_checkpoint(folder, loaded)
+    assert loaded["x"] == 2.0 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_interrupted_save_leaves_nothing_and_the_last_complete_one_loads(tmp_path, monkeypatch):
+    """case 24"""
+    checkpointer = Checkpointer(tmp_path, keep_last=2)
+    checkpointer.save(1, some_tensors(), {})
+
+    for interrupt, seen in [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "No space left"), CheckpointError)]:
+
+        def fail(*_, interrupt=interrupt):
+            raise interrupt
+
+        monkeypatch.setattr(safetensors_storage, "_write", fail)
+        with pytest.raises(seen):
+            checkpointer.save(2, some_tensors(2.0), {})
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_state_that_is_no_json_is_refused_before_the_checkpoint_appears(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        Checkpointer(tmp_path, keep_last=1).save(1, some_tensors(), {"loss": float("nan")})
+    assert list_checkpoints(tmp_path) == [] and list(tmp_path.iterdir()) == []
+
+
+SAVE_FOREVER = """
+import sys, torch
+from pathlib import Path
+from tpurec.sharding.checkpoint import Checkpointer
+checkpointer = Checkpointer(Path(sys.argv[1]), keep_last=2)
+step = 0
+while True:
+    step += 1
+    checkpointer.save(step, {"x": torch.full((200_000, 16), float(step))}, {"step": step})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.multiprocess
+def test_killed_while_saving_the_last_complete_checkpoint_loads(tmp_path):
+    """case 24: SIGKILL at several moments of the saving loop"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for delay in (0.0, 0.01, 0.02, 0.04):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(3):
+            finished = int(process.stdout.readline())
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        newest = list_checkpoints(tmp_path)[-1]
+        loaded = {"x": torch.zeros(200_000, 16)}
+        manifest = load_checkpoint(newest, loaded)
+        assert manifest.step >= finished
+        assert (loaded["x"] == manifest.state["step"]).all()
+    Checkpointer(tmp_path, keep_last=2)
+    assert all(path.name.startswith("step-") for path in tmp_path.iterdir()), "leftovers of a killed owner are removed"
+
+
+def _save_and_report_peak(folder: str, result) -> None:
+    import resource
+    from pathlib import Path
+
+    tensors = {"table": torch.ones(40_000_000)}  # 160 MB
+    checkpointer = Checkpointer(Path(folder), keep_last=1)
+    checkpointer.save(1, {"table": torch.ones(10)}, {})  # warm up
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    checkpointer.save(2, tensors, {})
+    result.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+@pytest.mark.multiprocess
+def test_saving_needs_no_second_copy_of_a_table(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    result = context.Queue()
+    process = context.Process(target=_save_and_report_peak, args=(str(tmp_path), result))
+    process.start()
+    grown_kib = result.get(timeout=120)
+    process.join()
+    assert grown_kib < 80_000, f"peak memory grew by {grown_kib} KiB while a table of 160 MB was saved"
+
+
+def test_the_manifest_is_readable_by_people_and_other_programs(tmp_path):
+    folder = Checkpointer(tmp_path, keep_last=1).save(3, some_tensors(), {"epoch": 0})
+    values = json.loads((folder / MANIFEST).read_text())
+    assert values["tensors"]["model.table.weight"] == {"dtype": "float32", "shape": [1000, 8]}
+    assert set(values["files"]) == {"rank-00000.safetensors"}

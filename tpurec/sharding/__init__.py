@@ -1,0 +1,1 @@
+"""Plan tables over a slice, and save and load what was trained."""

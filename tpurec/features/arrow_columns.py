@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +10,9 @@ import pyarrow.compute as pc
 
 from tpurec.errors import DataError
 from tpurec.features.schema import Schema, SparseFeature
+
+# How an integer is written in text.
+INTEGER_TEXT = "-?[0-9]+"
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,14 @@ class Bags:
     Args:
         values: Arrow array [num_values], perhaps dictionary-encoded, perhaps with nulls.
         lengths: int64 [N], values per example; None: exactly one value (or null) each.
+        faults: int64 [n], ascending positions of values that are no int64 though the kind is integer; null in `values`.
+        faulty: the values as they came, if there are faults.
     """
 
     values: pa.Array
     lengths: np.ndarray | None
+    faults: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    faulty: pa.Array | None = None
 
     def row_of(self, positions: np.ndarray) -> np.ndarray:
         """Example numbers of values.
@@ -152,20 +159,60 @@ def id_bags(column: pa.Array | pa.ChunkedArray, feature: SparseFeature) -> Bags:
 
     Returns:
         Values as string or large_string, or as int64 for kind integer, or a dictionary of these; null where blank.
+
+    Raises:
+        DataError: binary values that are not UTF-8.
     """
     array = one_array(column)
     if not feature.multi_valued:
-        return Bags(_ids(array, feature), None)
-    if not _is_list(array.type):
-        array = _decoded(array)
-        if pa.types.is_null(array.type):
-            return Bags(_ids(array.slice(0, 0), feature), np.zeros(len(array), dtype=np.int64))
-        texts = _as_text(array)
-        texts = pc.if_else(pc.equal(pc.binary_length(texts), 0), pa.scalar(None, texts.type), texts)
-        array = pc.split_pattern(texts, pattern=feature.separator)
-        lengths = _list_lengths(array)
-        return Bags(_ids_of_text(array.flatten(), feature), lengths)
-    return Bags(_ids(array.flatten(), feature), _list_lengths(array))
+        return _bags(array, None, feature)
+    if _is_list(array.type):
+        return _bags(array.flatten(), _list_lengths(array), feature)
+    array = _decoded(array)
+    if pa.types.is_null(array.type):
+        return _bags(array.slice(0, 0), np.zeros(len(array), dtype=np.int64), feature)
+    array = pc.split_pattern(_empty_to_null(_as_text(array)), pattern=feature.separator)
+    pieces, lengths = array.flatten(), _list_lengths(array)
+    if feature.kind != "integer":
+        return Bags(pieces, lengths)
+    pieces = _empty_to_null(pieces)
+    return _whole_numbers(pieces, pc.match_substring_regex(pieces, f"^{INTEGER_TEXT}$"), lengths)
+
+
+def _bags(values: pa.Array, lengths: np.ndarray | None, feature: SparseFeature) -> Bags:
+    if pa.types.is_dictionary(values.type):
+        if feature.kind == "integer" or len(values.dictionary) > len(values):  # else a dictionary mapped for few rows
+            values = values.dictionary_decode()
+        else:
+            return Bags(pa.DictionaryArray.from_arrays(values.indices, _as_text(values.dictionary)), lengths)
+    if feature.kind != "integer":
+        return Bags(_as_text(values), lengths)
+    if not pa.types.is_floating(values.type):
+        return _whole_numbers(values, None, lengths)
+    # pandas writes integers with blanks as floats, and NaN for the blanks.
+    values = pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values.cast(pa.float64()))
+    # 2**63 is a float64, 2**63 - 1 is not.
+    in_range = pc.and_(pc.greater_equal(values, -(2.0**63)), pc.less(values, 2.0**63))
+    return _whole_numbers(values, pc.and_(in_range, pc.equal(pc.floor(values), values)), lengths)
+
+
+def _whole_numbers(values: pa.Array, possible: pa.Array | None, lengths: np.ndarray | None) -> Bags:
+    """Cast to int64; what cannot be becomes null and a fault. `possible` is false where a look already says so."""
+    if possible is not None and not pc.all(possible).as_py():
+        faults = np.flatnonzero(pc.equal(possible, False).fill_null(False).to_numpy(zero_copy_only=False))
+        good = pc.if_else(possible, values, pa.scalar(None, values.type))
+        rest = _whole_numbers(good, None, lengths)
+        return Bags(rest.values, lengths, np.union1d(faults, rest.faults), values)
+    try:
+        return Bags(values.cast(pa.int64()), lengths)
+    except pa.ArrowInvalid:  # beyond int64: uint64, or text
+        inside = np.array([value is None or -(2**63) <= int(value) < 2**63 for value in values.to_pylist()])
+        good = pc.if_else(pa.array(inside), values, pa.scalar(None, values.type))
+        return Bags(good.cast(pa.int64()), lengths, np.flatnonzero(~inside), values)
+
+
+def _empty_to_null(texts: pa.Array) -> pa.Array:
+    return pc.if_else(pc.equal(pc.binary_length(texts), 0), pa.scalar(None, texts.type), texts)
 
 
 def weight_bags(column: pa.Array | pa.ChunkedArray, feature: SparseFeature) -> Bags:
@@ -225,39 +272,6 @@ def is_number(type_: pa.DataType) -> bool:
         or pa.types.is_boolean(type_)
         or pa.types.is_null(type_)
     )
-
-
-def _ids(array: pa.Array, feature: SparseFeature) -> pa.Array:
-    if pa.types.is_dictionary(array.type):
-        if len(array.dictionary) > len(array):  # a slice of a file with a large dictionary
-            return _ids(array.dictionary_decode(), feature)
-        return pa.DictionaryArray.from_arrays(array.indices, _ids(array.dictionary, feature))
-    return _integer_ids(array, feature) if feature.kind == "integer" else _as_text(array)
-
-
-def _ids_of_text(pieces: pa.Array, feature: SparseFeature) -> pa.Array:
-    if feature.kind != "integer":
-        return pieces
-    pieces = pc.if_else(pc.equal(pc.binary_length(pieces), 0), pa.scalar(None, pieces.type), pieces)
-    try:
-        return pieces.cast(pa.int64())
-    except pa.ArrowInvalid as error:
-        raise DataError(f"column {feature.column!r}: an id is no integer: {error}.") from None
-
-
-def _integer_ids(array: pa.Array, feature: SparseFeature) -> pa.Array:
-    if pa.types.is_null(array.type):
-        return array.cast(pa.int64())
-    if pa.types.is_floating(array.type):  # pandas writes integers with blanks as floats, NaN for the blanks
-        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
-    try:
-        return array.cast(pa.int64())
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"column {feature.column!r} (sparse feature {feature.name!r}) is {array.type} and has a value that is no "
-            f"int64: {error}.",
-            "Ids of kind integer are whole numbers from -2**63 to 2**63 - 1.",
-        ) from None
 
 
 def _as_text(array: pa.Array) -> pa.Array:

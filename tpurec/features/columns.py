@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,8 +76,7 @@ class SparseColumn:
         Returns:
             The column of those examples.
         """
-        num_rows = len(self.offsets) - 1
-        if len(self.rows) == num_rows and self._is_single():
+        if self._is_single:
             positions = indices
             offsets = np.arange(len(indices) + 1, dtype=np.int32)
         else:
@@ -90,8 +90,10 @@ class SparseColumn:
         weights = None if self.weights is None else self.weights[positions]
         return SparseColumn(self.rows[positions], offsets, weights)
 
+    @cached_property
     def _is_single(self) -> bool:
-        return bool((self.offsets[1:] - self.offsets[:-1] == 1).all())
+        """Exactly one id per example: the common case, found once, not at every take."""
+        return len(self.rows) == len(self.offsets) - 1 and bool((np.diff(self.offsets) == 1).all())
 
     def slice(self, start: int, stop: int) -> SparseColumn:
         """Choose a range of examples without copying ids.

@@ -126,10 +126,7 @@ class Transformer:
         dense = np.empty((num_rows, len(self.schema.dense)), dtype=np.float32)
         for position, feature in enumerate(self.schema.dense):
             dense[:, position] = _dense(table.column(feature.column), feature, problems)
-        try:
-            sparse = {id_map.feature.name: self._sparse(table, id_map, counts, problems) for id_map in self._id_maps}
-        except DataError as error:
-            raise DataError(f"{source}: {error.problem}", error.remedy) from None
+        sparse = {id_map.feature.name: self._sparse(table, id_map, counts, problems) for id_map in self._id_maps}
         carried = {key: one_array(table.column(key)) for key in self.schema.keys} if keys else {}
         return Columns(dense, label_values, sparse, carried, counts), problems
 
@@ -138,6 +135,8 @@ class Transformer:
     ) -> SparseColumn:
         feature = id_map.feature
         bags = id_bags(table.column(feature.column), feature)
+        if len(bags.faults):
+            problems.append(_no_integer(bags, feature))
         weights = None
         if feature.weights:
             weight = weight_bags(table.column(feature.weights), feature)
@@ -179,6 +178,16 @@ class Transformer:
             else:
                 message = _complaint(id_map, code, ids)
                 problems.append(Problem(feature.column, bags.row_of(positions), message, REMEDY))
+
+
+def _no_integer(bags: Bags, feature: SparseFeature) -> Problem:
+    found = bags.faulty.take(pa.array(bags.faults))
+    return Problem(
+        feature.column,
+        bags.row_of(bags.faults),
+        lambda k: f"sparse feature {feature.name!r}: id {found[k].as_py()!r} is no whole number within int64",
+        "Correct the id, or set the feature's kind to text.",
+    )
 
 
 def _complaint(id_map: IdMap, reason: int, ids: pa.Array) -> Callable[[int], str]:

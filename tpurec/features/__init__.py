@@ -5,8 +5,11 @@ NumPy and Arrow only: reader processes and the server's request path need no tor
 
 from tpurec.features.columns import Columns, Counts, SparseColumn
 from tpurec.features.packing import Ladder, PackedBatch, PackedFeature, pack
+from tpurec.features.problems import Problem
+from tpurec.features.rows import ParsedRows, RowError, columns_from_rows, table_from_rows
 from tpurec.features.schema import DenseFeature, LabelColumn, Schema, SparseFeature, TextInput, shipped_schemas
-from tpurec.features.transform import Problem, Transformer
+from tpurec.features.storage import to_storage
+from tpurec.features.transform import Transformer
 
 __all__ = [
     "Columns",
@@ -16,12 +19,17 @@ __all__ = [
     "Ladder",
     "PackedBatch",
     "PackedFeature",
+    "ParsedRows",
     "Problem",
+    "RowError",
     "Schema",
     "SparseColumn",
     "SparseFeature",
     "TextInput",
     "Transformer",
+    "columns_from_rows",
     "pack",
     "shipped_schemas",
+    "table_from_rows",
+    "to_storage",
 ]

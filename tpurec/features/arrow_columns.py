@@ -90,7 +90,7 @@ def _names(found: pa.Schema) -> str:
 
 def _check_number(found: pa.Schema, column: str, source: str, role: str) -> None:
     type_ = _type_of(found, column, source, role)
-    if not is_number(_plain(type_)):
+    if not is_number(plain(type_)):
         raise _mismatch(source, column, type_, "a number (such as float32 or int32)", role)
 
 
@@ -99,33 +99,35 @@ def _check_ids(found: pa.Schema, feature: SparseFeature, source: str) -> None:
     type_ = _type_of(found, feature.column, source, role)
     one = "integers (such as int64)" if feature.kind == "integer" else f"strings ({feature.kind})"
     expected = one
-    inner = _plain(type_)
+    inner = plain(type_)
     if feature.multi_valued:
         expected = f"a list of {one}" + (f", or text split at {feature.separator!r}" if feature.separator else "")
         if _is_list(type_):
-            inner = _plain(type_.value_type)
-        elif not (pa.types.is_null(inner) or (feature.separator and _is_text(inner))):
-            raise _mismatch(source, feature.column, type_, expected, role)
+            inner = plain(type_.value_type)
+        elif not (pa.types.is_null(inner) or (feature.separator and is_text(inner))):
+            remedy = "Set the feature's separator." if is_text(inner) else ""
+            raise _mismatch(source, feature.column, type_, expected, role, remedy)
         elif feature.separator:
             return
-    if not (pa.types.is_null(inner) or (_is_id_number(inner) if feature.kind == "integer" else _is_text(inner))):
+    if not (pa.types.is_null(inner) or (_is_id_number(inner) if feature.kind == "integer" else is_text(inner))):
         raise _mismatch(source, feature.column, type_, expected, role)
 
 
 def _check_weights(found: pa.Schema, feature: SparseFeature, source: str) -> None:
     role = f"weights of sparse feature {feature.name!r}"
     type_ = _type_of(found, feature.weights, source, role)
-    if feature.multi_valued and _is_list(type_) and is_number(_plain(type_.value_type)):
+    if feature.multi_valued and _is_list(type_) and is_number(plain(type_.value_type)):
         return
-    if pa.types.is_null(type_) or (not feature.multi_valued and is_number(_plain(type_))):
+    if pa.types.is_null(type_) or (not feature.multi_valued and is_number(plain(type_))):
         return
     expected = "a list of numbers, one per id" if feature.multi_valued else "a number"
     raise _mismatch(source, feature.weights, type_, expected, role)
 
 
-def _mismatch(source: str, column: str, found: pa.DataType, expected: str, role: str) -> DataError:
+def _mismatch(source: str, column: str, found: pa.DataType, expected: str, role: str, remedy: str = "") -> DataError:
     return DataError(
-        f"{source}: column {column!r} ({role}) is {found}, expected {expected}.", "Convert the column, or the schema."
+        f"{source}: column {column!r} ({role}) is {found}, expected {expected}.",
+        remedy or "Convert the column, or change the schema.",
     )
 
 
@@ -171,12 +173,36 @@ def id_bags(column: pa.Array | pa.ChunkedArray, feature: SparseFeature) -> Bags:
     array = _decoded(array)
     if pa.types.is_null(array.type):
         return _bags(array.slice(0, 0), np.zeros(len(array), dtype=np.int64), feature)
-    array = pc.split_pattern(_empty_to_null(_as_text(array)), pattern=feature.separator)
-    pieces, lengths = array.flatten(), _list_lengths(array)
-    if feature.kind != "integer":
-        return Bags(pieces, lengths)
-    pieces = _empty_to_null(pieces)
-    return _whole_numbers(pieces, pc.match_substring_regex(pieces, f"^{INTEGER_TEXT}$"), lengths)
+    pieces, lengths = split(array, feature.separator)
+    return integers_of_text(pieces, lengths) if feature.kind == "integer" else Bags(pieces, lengths)
+
+
+def split(texts: pa.Array, separator: str) -> tuple[pa.Array, np.ndarray]:
+    """Split text at a separator.
+
+    Args:
+        texts: Arrow text [N]; empty text and null have no piece.
+        separator: what stands between two pieces.
+
+    Returns:
+        The pieces, flat, and int64 [N] pieces per text.
+    """
+    lists = pc.split_pattern(empty_to_null(_as_text(_decoded(texts))), pattern=separator)
+    return lists.flatten(), _list_lengths(lists)
+
+
+def integers_of_text(texts: pa.Array, lengths: np.ndarray | None) -> Bags:
+    """Integer ids written as text.
+
+    Args:
+        texts: Arrow text [n]; empty text is a blank.
+        lengths: of the bags.
+
+    Returns:
+        int64 values; what is no integer is a fault.
+    """
+    texts = empty_to_null(_as_text(_decoded(texts)))
+    return _whole_numbers(texts, pc.match_substring_regex(texts, f"^{INTEGER_TEXT}$"), lengths)
 
 
 def _bags(values: pa.Array, lengths: np.ndarray | None, feature: SparseFeature) -> Bags:
@@ -211,8 +237,19 @@ def _whole_numbers(values: pa.Array, possible: pa.Array | None, lengths: np.ndar
         return Bags(good.cast(pa.int64()), lengths, np.flatnonzero(~inside), values)
 
 
-def _empty_to_null(texts: pa.Array) -> pa.Array:
-    return pc.if_else(pc.equal(pc.binary_length(texts), 0), pa.scalar(None, texts.type), texts)
+def empty_to_null(texts: pa.Array) -> pa.Array:
+    """Empty text is a blank.
+
+    Args:
+        texts: Arrow strings.
+
+    Returns:
+        The same with null for empty text.
+    """
+    lengths = pc.binary_length(texts)
+    if not pc.any(pc.equal(lengths, 0)).as_py():
+        return texts
+    return pc.if_else(pc.equal(lengths, 0), pa.scalar(None, texts.type), texts)
 
 
 def weight_bags(column: pa.Array | pa.ChunkedArray, feature: SparseFeature) -> Bags:
@@ -293,7 +330,15 @@ def _decoded(array: pa.Array) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
-def _plain(type_: pa.DataType) -> pa.DataType:
+def plain(type_: pa.DataType) -> pa.DataType:
+    """The type of the values.
+
+    Args:
+        type_: an Arrow type.
+
+    Returns:
+        The value type of a dictionary; any other type itself.
+    """
     return type_.value_type if pa.types.is_dictionary(type_) else type_
 
 
@@ -301,7 +346,15 @@ def _is_list(type_: pa.DataType) -> bool:
     return pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_)
 
 
-def _is_text(type_: pa.DataType) -> bool:
+def is_text(type_: pa.DataType) -> bool:
+    """Whether a type holds text.
+
+    Args:
+        type_: an Arrow type, not a dictionary.
+
+    Returns:
+        True for strings, and for binary, which some writers use for text.
+    """
     return (
         pa.types.is_string(type_)
         or pa.types.is_large_string(type_)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -11,25 +10,10 @@ import pyarrow as pa
 from tpurec.errors import ConfigError, DataError
 from tpurec.features.arrow_columns import Bags, check_types, id_bags, numbers, one_array, weight_bags
 from tpurec.features.columns import Columns, Counts, SparseColumn
-from tpurec.features.id_policy import REASONS, REMEDY, IdMap
-from tpurec.features.schema import DenseFeature, LabelColumn, Schema, SparseFeature
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A fault of values (not of types) in one column.
-
-    Args:
-        column: column name.
-        rows: int64 [n], ascending example numbers.
-        message: says what is wrong with the k-th of them, 0 <= k < n.
-        remedy: what to do.
-    """
-
-    column: str
-    rows: np.ndarray
-    message: Callable[[int], str]
-    remedy: str
+from tpurec.features.id_policy import BLANK, REASONS, REMEDY, IdMap
+from tpurec.features.problems import Problem, integer_problem, raise_first
+from tpurec.features.schema import DenseFeature, LabelColumn, Schema
+from tpurec.features.weights import match_weights, refuse_bad_weights
 
 
 class Transformer:
@@ -92,10 +76,7 @@ class Transformer:
                 weights that do not match the ids; an id without a row under policy `error`.
         """
         columns, problems = self.collect(table, labels, keys=keys, source=source)
-        if problems:
-            first = min(problems, key=lambda problem: problem.rows[0])
-            row = first_row + int(first.rows[0])
-            raise DataError(f"{source}: row {row} (from 0), column {first.column!r}: {first.message(0)}.", first.remedy)
+        raise_first(problems, source, first_row)
         return columns
 
     def collect(
@@ -119,16 +100,16 @@ class Transformer:
         num_rows = table.num_rows
         counts = Counts(rows=num_rows)
         problems: list[Problem] = []
-        label_values = None
+        label_column = None
         if labels:
-            label_values = _labels(table.column(self.schema.label.column), self.schema.label, problems)
-            counts.missing_labels = int(np.isnan(label_values).sum())
+            label_column = label_values(table.column(self.schema.label.column), self.schema.label, problems)
+            counts.missing_labels = int(np.isnan(label_column).sum())
         dense = np.empty((num_rows, len(self.schema.dense)), dtype=np.float32)
         for position, feature in enumerate(self.schema.dense):
             dense[:, position] = _dense(table.column(feature.column), feature, problems)
         sparse = {id_map.feature.name: self._sparse(table, id_map, counts, problems) for id_map in self._id_maps}
         carried = {key: one_array(table.column(key)) for key in self.schema.keys} if keys else {}
-        return Columns(dense, label_values, sparse, carried, counts), problems
+        return Columns(dense, label_column, sparse, carried, counts), problems
 
     def _sparse(
         self, table: pa.Table | pa.RecordBatch, id_map: IdMap, counts: Counts, problems: list[Problem]
@@ -136,14 +117,17 @@ class Transformer:
         feature = id_map.feature
         bags = id_bags(table.column(feature.column), feature)
         if len(bags.faults):
-            problems.append(_no_integer(bags, feature))
+            problems.append(integer_problem(bags, feature))
         weights = None
         if feature.weights:
             weight = weight_bags(table.column(feature.weights), feature)
-            bags, weights = _match_weights(bags, weight, feature, problems)
+            bags, weights = match_weights(bags, weight, feature, problems)
         rows = id_map.rows(bags.values)
+        blank = rows == BLANK
+        if weights is not None:
+            refuse_bad_weights(bags, ~blank, weights, feature, problems)
         into = counts.tables.setdefault(feature.table, {"ids": 0})
-        into["ids"] += len(rows)
+        into["ids"] += len(rows) - int(np.count_nonzero(blank))
         keep = None
         if len(rows) and rows.min() < 0:
             self._apply_policy(rows, bags, id_map, into, problems)
@@ -153,8 +137,6 @@ class Transformer:
         if keep is not None:
             rows = rows[keep]
             weights = None if weights is None else weights[keep]
-        if weights is not None:
-            _check_weights(weights, offsets, feature, problems)
         return SparseColumn(rows, offsets, weights)
 
     def _apply_policy(
@@ -163,7 +145,6 @@ class Transformer:
         """Count ids without a row; under `hash` give them one in place, under `error` report them."""
         feature = id_map.feature
         policy = self.schema.policy_of(feature)
-        into["ids"] -= int((rows == -1).sum())
         for code, reason in REASONS.items():
             positions = np.flatnonzero(rows == code)
             if not len(positions):
@@ -177,24 +158,24 @@ class Transformer:
                 rows[positions] = id_map.hashed(ids)
             else:
                 message = _complaint(id_map, code, ids)
-                problems.append(Problem(feature.column, bags.row_of(positions), message, REMEDY))
-
-
-def _no_integer(bags: Bags, feature: SparseFeature) -> Problem:
-    found = bags.faulty.take(pa.array(bags.faults))
-    return Problem(
-        feature.column,
-        bags.row_of(bags.faults),
-        lambda k: f"sparse feature {feature.name!r}: id {found[k].as_py()!r} is no whole number within int64",
-        "Correct the id, or set the feature's kind to text.",
-    )
+                problems.append(Problem(feature.column, reason, bags.row_of(positions), message, REMEDY))
 
 
 def _complaint(id_map: IdMap, reason: int, ids: pa.Array) -> Callable[[int], str]:
     return lambda k: id_map.complaint(reason, ids[k].as_py())
 
 
-def _labels(column: pa.ChunkedArray, label: LabelColumn, problems: list[Problem]) -> np.ndarray:
+def label_values(column: pa.Array | pa.ChunkedArray, label: LabelColumn, problems: list[Problem]) -> np.ndarray:
+    """Labels of a column.
+
+    Args:
+        column: numbers [N].
+        label: threshold and the number that stands for a missing label.
+        problems: where labels outside [0, 1] are reported.
+
+    Returns:
+        float32 [N], NaN where missing.
+    """
     values = numbers(column)
     if label.missing is not None:
         values = np.where(values == np.float32(label.missing), np.nan, values)
@@ -209,6 +190,7 @@ def _labels(column: pa.ChunkedArray, label: LabelColumn, problems: list[Problem]
         problems.append(
             Problem(
                 label.column,
+                "label_out_of_range",
                 bad,
                 lambda k: f"label {found[k]:g} is outside [0, 1]",
                 "If it stands for a missing label, set label.missing to it; if it is a rating, set label.threshold.",
@@ -231,6 +213,7 @@ def _dense(column: pa.ChunkedArray, feature: DenseFeature, problems: list[Proble
         problems.append(
             Problem(
                 feature.column,
+                "infinite",
                 infinite,
                 lambda k: f"dense feature {feature.name!r} is infinite, or beyond float32",
                 "Correct the value, or leave it blank.",
@@ -241,47 +224,6 @@ def _dense(column: pa.ChunkedArray, feature: DenseFeature, problems: list[Proble
     if feature.transform == "standardize":
         return (values - feature.mean) / feature.std
     return values
-
-
-def _match_weights(
-    bags: Bags, weights: Bags, feature: SparseFeature, problems: list[Problem]
-) -> tuple[Bags, np.ndarray]:
-    """Check that ids and weights come in equal numbers; rows where they do not are reported and emptied."""
-    values = weights.values
-    if bags.lengths is None or np.array_equal(bags.lengths, weights.lengths):
-        return bags, _float32(values)
-    bad = np.flatnonzero(bags.lengths != weights.lengths)
-    ids, given = bags.lengths[bad], weights.lengths[bad]
-    problems.append(
-        Problem(
-            feature.weights,
-            bad,
-            lambda k: f"{given[k]} weights for {ids[k]} ids of sparse feature {feature.name!r}",
-            "Give one weight per id.",
-        )
-    )
-    good = bags.lengths == weights.lengths
-    kept_ids = bags.values.filter(pa.array(np.repeat(good, bags.lengths)))
-    kept_weights = values.filter(pa.array(np.repeat(good, weights.lengths)))
-    return Bags(kept_ids, np.where(good, bags.lengths, 0)), _float32(kept_weights)
-
-
-def _check_weights(weights: np.ndarray, offsets: np.ndarray, feature: SparseFeature, problems: list[Problem]) -> None:
-    bad = np.flatnonzero(~np.isfinite(weights))
-    if len(bad):
-        rows = np.searchsorted(offsets, bad, side="right") - 1
-        problems.append(
-            Problem(
-                feature.weights,
-                rows,
-                lambda k: f"weight of an id of sparse feature {feature.name!r} is blank or not finite",
-                "Give one finite weight per id.",
-            )
-        )
-
-
-def _float32(values: pa.Array) -> np.ndarray:
-    return numbers(values).astype(np.float32)
 
 
 def _offsets(lengths: np.ndarray | None, keep: np.ndarray | None, num_rows: int) -> np.ndarray:

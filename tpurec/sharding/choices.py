@@ -1,0 +1,306 @@
+"""The ways to shard a table, each with what it costs; and why a way that was asked for is impossible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from tpurec.errors import ConfigError
+from tpurec.sharding.costs import GROUP_PARTS, LATENCY_FLAGS, PARTS, CostModel, Stack, TableTraffic, packed_width
+from tpurec.sharding.tables import OPTIMIZER_STATE, TableSpec
+
+COLUMN_MULTIPLE = 8  # the kernels move rows as vectors of 8 or 16 lanes
+_FLAG = {name: 1 << bit for bit, name in enumerate(LATENCY_FLAGS)}
+_PART = {name: position for position, name in enumerate(PARTS)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to shard one table, or the tables that are kept together.
+
+    Vectors have one entry per part of the step (seconds), one per stack (bytes), and one for exchange buffers (bytes).
+
+    Args:
+        sharding: `data_parallel`, `table_wise`, `column_wise`, `row_wise` or `table_row_wise`.
+        exchange: `none`, `bags`, `unique_rows` or `partial_pools`.
+        group: kind of rank group for table_row_wise: `host`, `line` or `plane`; else None.
+        copies: ranks that carry `lump`; 0 if all load is uniform.
+        uniform: load of every rank.
+        padded: load of every rank that the padding of the even exchange multiplies.
+        pair_ids: ids of a mean (requester, owner) pair in the exchange that is padded.
+        lump: load of each rank that owns a shard.
+        flags: which latencies this choice causes, a bit set over LATENCY_FLAGS.
+    """
+
+    sharding: str
+    exchange: str
+    group: str | None
+    copies: int
+    uniform: np.ndarray
+    padded: np.ndarray
+    pair_ids: float
+    lump: np.ndarray
+    flags: int
+
+    def plus(self, other: Choice) -> Choice:
+        """The two tables sharded the same way on the same ranks.
+
+        Args:
+            other: the same kind of choice of another table.
+
+        Returns:
+            The sum of both loads.
+        """
+        return Choice(
+            self.sharding,
+            self.exchange,
+            self.group,
+            self.copies,
+            self.uniform + other.uniform,
+            self.padded + other.padded,
+            self.pair_ids + other.pair_ids,
+            self.lump + other.lump,
+            self.flags | other.flags,
+        )
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What makes two tables' choices the same kind."""
+        return (self.sharding, self.exchange, self.group or "", self.copies)
+
+
+def column_splits(table: TableSpec, num_ranks: int) -> list[int]:
+    """Into how many column shards a table can be cut.
+
+    Args:
+        table: the table.
+        num_ranks: each shard goes to a rank of its own.
+
+    Returns:
+        Divisors of the dim, 2 or more, that leave a multiple of 8 columns.
+    """
+    dim = table.embedding_dim
+    return [k for k in range(2, min(num_ranks, dim) + 1) if dim % k == 0 and (dim // k) % COLUMN_MULTIPLE == 0]
+
+
+def impossible(table: TableSpec, sharding: str, model: CostModel) -> str | None:
+    """Why a table cannot be sharded in some way on this slice.
+
+    Args:
+        table: the table.
+        sharding: the way.
+        model: for the slice.
+
+    Returns:
+        The reason; None if it is possible.
+    """
+    ranks, name = model.num_ranks, model.slice.name
+    if sharding == "column_wise" and not column_splits(table, ranks):
+        if ranks == 1:
+            return f"column_wise needs 2 ranks or more, {name} has 1"
+        return (
+            f"column_wise needs shards of equal width, a multiple of {COLUMN_MULTIPLE} columns; "
+            f"embedding_dim {table.embedding_dim} cannot be cut so into 2 to {ranks}"
+        )
+    if sharding == "row_wise" and ranks == 1:
+        return f"row_wise needs 2 ranks or more, {name} has 1"
+    if sharding == "table_row_wise":
+        if not model.groups:
+            return f"table_row_wise needs hosts or torus lines smaller than the slice, {name} has none"
+        if table.pooling == "none":
+            return "table_row_wise sums partial pools, pooling 'none' has no pools"
+    return None
+
+
+class ChoiceMaker:
+    """Makes the choices of tables for one cost model.
+
+    Args:
+        model: the costs.
+        stacks: the stacks that any choice of any table may use, in column order.
+    """
+
+    def __init__(self, model: CostModel, stacks: list[Stack]) -> None:
+        self.model = model
+        self._column = {stack: len(PARTS) + position for position, stack in enumerate(stacks)}
+        self.num_columns = len(PARTS) + len(stacks) + 1
+
+    def of_table(self, table: TableSpec) -> list[Choice]:
+        """All choices that a table's constraints and the slice leave.
+
+        Args:
+            table: the table.
+
+        Returns:
+            At least one choice.
+
+        Raises:
+            ConfigError: the table is pinned to what it cannot have, or its constraints leave nothing.
+        """
+        model, traffic = self.model, TableTraffic(table, self.model)
+        reasons = [impossible(table, sharding, model) for sharding in table.allowed]
+        possible = [way for way, reason in zip(table.allowed, reasons, strict=True) if reason is None]
+        if not possible:
+            raise ConfigError(
+                f"table {table.name!r} cannot be {' or '.join(table.allowed)} on {model.slice.name}: "
+                f"{'; '.join(reason for reason in reasons if reason)}.",
+                "Allow another sharding, such as row_wise or table_wise.",
+            )
+        choices: list[Choice] = []
+        for sharding in possible:
+            if sharding == "data_parallel":
+                choices.append(self._data_parallel(table, traffic))
+            elif sharding == "table_wise":
+                choices.append(self._columns(table, traffic, 1))
+            elif sharding == "column_wise":
+                choices += [self._columns(table, traffic, k) for k in column_splits(table, model.num_ranks)]
+            elif sharding == "row_wise":
+                choices.append(self._unique_rows(table, traffic))
+                if table.pooling != "none":
+                    choices.append(self._partial_pools(table, traffic))
+            else:
+                choices += [self._group_pools(table, traffic, kind) for kind in model.groups]
+        return choices
+
+    def _vector(self, parts: dict[str, float] | None = None) -> np.ndarray:
+        vector = np.zeros(self.num_columns)
+        for part, seconds in (parts or {}).items():
+            vector[_PART[part]] = seconds
+        return vector
+
+    def _store(self, vector: np.ndarray, table: TableSpec, rows: int, columns: int, buffers: float) -> np.ndarray:
+        stack = Stack(packed_width(columns), table.dtype, table.optimizer)
+        vector[self._column[stack]] += self.model.stored_rows(rows) * self.model.row_bytes(table, columns)
+        vector[-1] += buffers
+        return vector
+
+    def _choice(self, sharding: str, exchange: str, **given: object) -> Choice:
+        empty = dict.fromkeys(("uniform", "padded", "lump"))
+        merged = {**empty, "group": None, "copies": 0, "pair_ids": 0.0, "flags": 0, **given}
+        for key in empty:
+            if merged[key] is None:
+                merged[key] = self._vector()
+        return Choice(sharding, exchange, **merged)
+
+    def _data_parallel(self, table: TableSpec, traffic: TableTraffic) -> Choice:
+        """Every rank has the whole table: local lookups, gradients all-reduced, the same step everywhere."""
+        model, dim = self.model, table.embedding_dim
+        gradient = float(table.num_embeddings * dim * 4)
+        alone = model.num_ranks == 1
+        uniform = self._vector(
+            {
+                "lookup": model.read_seconds(traffic.local_ids, dim, table.element_bytes),
+                "all_reduce": 0.0 if alone else model.all_reduce.seconds_per_byte * gradient,
+                "update": model.update_seconds(table, traffic.local_ids, traffic.unique, dim),
+            }
+        )
+        self._store(uniform, table, table.num_embeddings, dim, 0.0 if alone else gradient)
+        return self._choice("data_parallel", "none", uniform=uniform)
+
+    def _columns(self, table: TableSpec, traffic: TableTraffic, num_shards: int) -> Choice:
+        """Each owner has all rows of some columns; it gets every id and sends pooled vectors."""
+        model, assume = self.model, self.model.assume
+        width = table.embedding_dim // num_shards
+        ids = traffic.ids * assume.id_bytes * assume.rung_padding
+        vectors = traffic.vectors * width * assume.vector_bytes
+        wire = model.all_to_all.seconds_per_byte
+        update = model.update_seconds(table, traffic.ids, traffic.unique, width)
+        flags = _FLAG["exchange"] if model.num_ranks > 1 else 0
+        if num_shards > 1 and OPTIMIZER_STATE[table.optimizer][0]:
+            # state per row needs the sum of squares over all columns: each owner sends its part to the others
+            update += wire * traffic.unique * 4 * (num_shards - 1)
+            flags |= _FLAG["squares"]
+        lump = self._vector(
+            {
+                "exchange_ids": wire * ids,
+                "lookup": model.read_seconds(traffic.ids, width, table.element_bytes) + model.stream_seconds(vectors),
+                "exchange_vectors": 2 * wire * vectors,
+                "update": update + model.stream_seconds(vectors),
+            }
+        )
+        self._store(lump, table, table.num_embeddings, width, ids + vectors)
+        sharding = "table_wise" if num_shards == 1 else "column_wise"
+        return self._choice(sharding, "bags", copies=num_shards, lump=lump, flags=flags)
+
+    def _unique_rows(self, table: TableSpec, traffic: TableTraffic) -> Choice:
+        """Rows dealt to all ranks by modulo; each rank asks for its distinct rows once and pools them itself."""
+        model, assume, dim = self.model, self.model.assume, table.embedding_dim
+        wire = model.all_to_all.seconds_per_byte
+        ids = traffic.local_unique * assume.id_bytes
+        rows = traffic.local_unique * dim * assume.vector_bytes
+        pooled = 2 * model.read_seconds(traffic.local_ids, dim, assume.vector_bytes)  # pool rows; sum gradients per row
+        uniform = self._vector(
+            {
+                "lookup": model.read_seconds(traffic.local_unique, dim, table.element_bytes)
+                + model.stream_seconds(rows),
+                "update": model.update_seconds(table, traffic.local_unique, traffic.unique / model.num_ranks, dim),
+                "pool": pooled,
+            }
+        )
+        self._store(uniform, table, ceil(table.num_embeddings / model.num_ranks), dim, 0.0)
+        padded = self._vector({"exchange_ids": wire * ids, "exchange_vectors": 2 * wire * rows})
+        padded[-1] = ids + 2 * rows
+        pair = traffic.local_unique / model.num_ranks
+        return self._choice(
+            "row_wise", "unique_rows", uniform=uniform, padded=padded, pair_ids=pair, flags=_FLAG["exchange"]
+        )
+
+    def _partial_pools(self, table: TableSpec, traffic: TableTraffic) -> Choice:
+        """Rows dealt to all ranks by modulo; owners pool what they have, a reduce-scatter sums the parts."""
+        model, assume, dim = self.model, self.model.assume, table.embedding_dim
+        share = traffic.fullest_share(model.num_ranks)  # every pair is padded to the owner of the hottest row
+        ids = traffic.ids * share * (assume.id_bytes + assume.bag_bytes) * assume.rung_padding
+        pools = traffic.vectors * dim * assume.vector_bytes
+        uniform = self._vector(
+            {
+                "exchange_ids": model.all_to_all.seconds_per_byte * ids,
+                "lookup": model.read_seconds(traffic.ids * share, dim, table.element_bytes)
+                + model.stream_seconds(pools),
+                "reduce_all": 2 * model.reduce_all.seconds_per_byte * pools,
+                "update": model.update_seconds(table, traffic.ids * share, traffic.unique / model.num_ranks, dim),
+            }
+        )
+        self._store(uniform, table, ceil(table.num_embeddings / model.num_ranks), dim, ids + pools)
+        return self._choice("row_wise", "partial_pools", uniform=uniform, flags=_FLAG["exchange"] | _FLAG["reduce_all"])
+
+    def _group_pools(self, table: TableSpec, traffic: TableTraffic, kind: str) -> Choice:
+        """Rows dealt by modulo to the ranks of one host, torus line or plane; parts are summed there, then sent."""
+        model, assume, dim = self.model, self.model.assume, table.embedding_dim
+        size = len(model.groups[kind][1][0])
+        share = traffic.fullest_share(size)
+        wire = model.all_to_all.seconds_per_byte
+        ids = traffic.ids * share * (assume.id_bytes + assume.bag_bytes) * assume.rung_padding
+        pools = traffic.vectors * dim * assume.vector_bytes
+        lump = self._vector(
+            {
+                "exchange_ids": wire * ids,
+                "lookup": model.read_seconds(traffic.ids * share, dim, table.element_bytes)
+                + model.stream_seconds(pools),
+                GROUP_PARTS[kind]: 2 * model.group_reduce[kind].seconds_per_byte * pools,
+                "exchange_vectors": 2 * wire * pools / size,
+                "update": model.update_seconds(table, traffic.ids * share, traffic.unique / size, dim)
+                + model.stream_seconds(pools),
+            }
+        )
+        self._store(lump, table, ceil(table.num_embeddings / size), dim, ids + pools)
+        flags = _FLAG["exchange"] | _FLAG[GROUP_PARTS[kind]]
+        return self._choice("table_row_wise", "partial_pools", group=kind, copies=size, lump=lump, flags=flags)
+
+
+def stacks_of(tables: list[TableSpec], num_ranks: int) -> list[Stack]:
+    """Every stack that some choice of some table can use.
+
+    Args:
+        tables: all tables.
+        num_ranks: ranks of the slice.
+
+    Returns:
+        Stacks in a fixed order.
+    """
+    found = set()
+    for table in tables:
+        for shards in [1, *(column_splits(table, num_ranks) if "column_wise" in table.allowed else [])]:
+            found.add(Stack(packed_width(table.embedding_dim // shards), table.dtype, table.optimizer))
+    return sorted(found, key=lambda stack: (stack.width, stack.dtype, stack.optimizer))

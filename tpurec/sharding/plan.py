@@ -1,0 +1,549 @@
+"""A sharding plan: which rank owns which rows and columns of which table, what it costs, and its JSON form.
+
+Row rules: `all` (the rank has every row of its columns), `modulo` (row r lives on `ranks[(r + shift) % n]`, n ranks, at
+local row `r // n`) and `replicated` (every rank has a full copy). Each table has a shift of its own, because the
+hottest rows of all tables would otherwise meet on one rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from tpurec.config import from_mapping
+from tpurec.errors import ConfigError
+from tpurec.sharding.assumptions import Assumptions
+from tpurec.sharding.tables import FeatureSpec, TableSpec, check_names
+from tpurec.topology.slices import SliceTopology
+
+PLAN_VERSION = 1
+ROW_RULES = ("all", "modulo", "replicated")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Columns of a table, and the ranks that own their rows.
+
+    Args:
+        ranks: the owners, in the order of the row rule.
+        rule: `all`, `modulo` or `replicated`.
+        columns: first column, and the one after the last.
+        shift: of the modulo rule.
+        bytes: memory of the fullest owner: weights and optimizer state, padding included.
+    """
+
+    ranks: tuple[int, ...]
+    rule: str
+    columns: tuple[int, int]
+    shift: int = 0
+    bytes: int = 0
+
+    def owner(self, row: int) -> int:
+        """The rank that owns a row (the first of them if the shard is replicated).
+
+        Args:
+            row: global row.
+
+        Returns:
+            A rank.
+        """
+        return self.ranks[(row + self.shift) % len(self.ranks)] if self.rule == "modulo" else self.ranks[0]
+
+    def num_rows(self, rank: int, num_embeddings: int) -> int:
+        """Rows that a rank owns.
+
+        Args:
+            rank: any rank.
+            num_embeddings: rows of the table.
+
+        Returns:
+            How many; 0 if the rank is not an owner.
+        """
+        if rank not in self.ranks:
+            return 0
+        if self.rule != "modulo":
+            return num_embeddings
+        count = len(self.ranks)
+        first = (self.ranks.index(rank) - self.shift) % count
+        return max(0, ceil((num_embeddings - first) / count))
+
+
+@dataclass(frozen=True)
+class PlacedTable:
+    """Where one table is, and what it costs.
+
+    Args:
+        table: the table as it was given.
+        sharding: `data_parallel`, `table_wise`, `column_wise`, `row_wise` or `table_row_wise`.
+        exchange: `none`, `bags` (ids go to the owners, pooled vectors come back), `unique_rows` or `partial_pools`.
+        shards: together they own every row and column exactly once.
+        seconds: what it adds to the step of a rank that owns a shard, all parts of the step together.
+        parts: those seconds by part of the step.
+        reason: why this sharding, for people.
+    """
+
+    table: TableSpec
+    sharding: str
+    exchange: str
+    shards: tuple[Shard, ...]
+    seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.table.name
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Owners of any shard, ascending."""
+        if len(self.shards) == 1:
+            return tuple(sorted(self.shards[0].ranks))
+        return tuple(sorted({rank for shard in self.shards for rank in shard.ranks}))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the fullest owner."""
+        if len(self.shards) == 1:
+            return self.shards[0].bytes
+        per_rank: dict[int, int] = {}
+        for shard in self.shards:
+            for rank in shard.ranks:
+                per_rank[rank] = per_rank.get(rank, 0) + shard.bytes
+        return max(per_rank.values())
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """A storage that has the same shape on every rank.
+
+    Args:
+        name: unique in the plan.
+        width: elements of a stored row.
+        dtype: of the weights.
+        optimizer: whose state its rows carry.
+        rows: stored rows on every rank: those of its fullest rank.
+        tables: tables with shards in it, in the order in which each rank lays them out.
+        num_tensors: tensors it is split into, because a kernel takes 16 GiB at most.
+        bytes: weights and optimizer state on every rank.
+    """
+
+    name: str
+    width: int
+    dtype: str
+    optimizer: str
+    rows: int
+    tables: tuple[str, ...]
+    num_tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What the cost model says of a plan; see `tpurec.sharding.costs` for the parts of a step.
+
+    Args:
+        step_seconds: sum over parts of the maximum over ranks.
+        step_parts: seconds by part.
+        lower_bound_seconds: no plan for these tables on this slice is faster under the same cost model.
+        lower_bound_kind: how that was proven: `enumeration` (the plan is optimal), `linear program`, `mixed program`.
+        samples_per_second: batch size / step.
+        hbm_bytes_max: memory of the fullest rank; stacks count as allocated, with equal shapes everywhere.
+        hbm_bytes_mean: memory in use, mean over ranks.
+        hbm_bytes_capacity: what libtpu lets a program use on one rank.
+        hbm_bytes_budget: the capacity less the reserve: what the plan had to fit into.
+        hbm_parts: bytes of the fullest rank by use.
+        rank_seconds: load of every rank, all parts of the step together, waiting excluded.
+        rank_bytes: memory in use on every rank.
+        idle_ranks: ranks that own no row of any table that is not replicated everywhere.
+    """
+
+    step_seconds: float
+    step_parts: dict[str, float]
+    lower_bound_seconds: float
+    lower_bound_kind: str
+    samples_per_second: float
+    hbm_bytes_max: int
+    hbm_bytes_mean: int
+    hbm_bytes_capacity: int
+    hbm_bytes_budget: int
+    hbm_parts: dict[str, int]
+    rank_seconds: tuple[float, ...]
+    rank_bytes: tuple[int, ...]
+    idle_ranks: int
+
+
+@dataclass(frozen=True)
+class Rungs:
+    """Static sizes of the even exchange, per (requester, owner) pair and step.
+
+    Args:
+        bag_ids: ids to owners that pool whole bags.
+        bag_vectors: pooled elements back.
+        pooled_ids: ids, each with its bag number, to owners that pool parts.
+        unique_rows: distinct rows, of all tables that exchange unique rows.
+    """
+
+    bag_ids: int
+    bag_vectors: int
+    pooled_ids: int
+    unique_rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan that fits.
+
+    Args:
+        slice: the slice's name.
+        batch_size: global examples per step.
+        tables: in the order of the table list.
+        stacks: storages, the same on every rank.
+        rungs: sizes of the exchange.
+        assumptions: with the slice's figures filled in.
+        estimates: of the cost model; None for a plan that came from elsewhere.
+        plan_seconds: time the search took; not part of the plan's identity.
+        stopped_early: whether `seconds` cut the search short.
+    """
+
+    slice: str
+    batch_size: int
+    tables: tuple[PlacedTable, ...]
+    stacks: tuple[StackPlan, ...]
+    rungs: Rungs
+    assumptions: Assumptions
+    estimates: Estimates | None = None
+    plan_seconds: float = field(default=0.0, compare=False)
+    stopped_early: bool = False
+
+    fits = True
+
+    def __post_init__(self) -> None:
+        check_plan(self)
+
+    @property
+    def topology(self) -> SliceTopology:
+        """The slice."""
+        return SliceTopology.parse(self.slice)
+
+    def table(self, name: str) -> PlacedTable:
+        """Find a table.
+
+        Args:
+            name: its name.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            ConfigError: the plan has no such table.
+        """
+        for placed in self.tables:
+            if placed.name == name:
+                return placed
+        raise ConfigError(f"the plan has no table {name!r}.", f"It has: {', '.join(p.name for p in self.tables)}.")
+
+    def summary(self) -> dict[str, Any]:
+        """What `tpurec plan --json` prints.
+
+        Returns:
+            Plain values: fits, slice, num_chips, num_ranks, idle_ranks, step_seconds, step_parts, lower_bound_seconds,
+            samples_per_second, hbm_bytes_max, hbm_bytes_mean, hbm_bytes_capacity, plan_seconds, tables, problems; and
+            lower_bound_kind, hbm_parts, stopped_early.
+        """
+        slice_, found = self.topology, self.estimates
+        if found is None:
+            raise ConfigError("this plan has no estimates.", "Make it with tpurec plan, or evaluate it first.")
+        return {
+            "fits": True,
+            "slice": self.slice,
+            "num_chips": slice_.num_chips,
+            "num_ranks": slice_.num_ranks,
+            "idle_ranks": found.idle_ranks,
+            "step_seconds": found.step_seconds,
+            "step_parts": dict(found.step_parts),
+            "lower_bound_seconds": found.lower_bound_seconds,
+            "lower_bound_kind": found.lower_bound_kind,
+            "samples_per_second": found.samples_per_second,
+            "hbm_bytes_max": found.hbm_bytes_max,
+            "hbm_bytes_mean": found.hbm_bytes_mean,
+            "hbm_bytes_capacity": found.hbm_bytes_capacity,
+            "hbm_parts": dict(found.hbm_parts),
+            "plan_seconds": self.plan_seconds,
+            "stopped_early": self.stopped_early,
+            "tables": [
+                {
+                    "name": placed.name,
+                    "sharding": placed.sharding,
+                    "exchange": placed.exchange,
+                    "ranks": list(placed.ranks),
+                    "bytes": placed.bytes,
+                    "seconds": placed.seconds,
+                    "parts": dict(placed.parts),
+                    "reason": placed.reason,
+                }
+                for placed in self.tables
+            ],
+            "problems": [],
+        }
+
+    def to_json(self) -> str:
+        """The plan as versioned JSON text, the same for the same plan.
+
+        Returns:
+            Text that `from_json` reads back to an equal plan.
+        """
+        slice_ = self.topology
+        body = {
+            "format": "tpurec.plan",
+            "version": PLAN_VERSION,
+            "slice": self.slice,
+            "num_ranks": slice_.num_ranks,
+            "coordinates": [list(slice_.coordinates(rank)) for rank in range(slice_.num_ranks)],
+            "batch_size": self.batch_size,
+            "tables": [_table_json(placed, slice_.num_ranks) for placed in self.tables],
+            "stacks": [dataclasses.asdict(stack) for stack in self.stacks],
+            "rungs": dataclasses.asdict(self.rungs),
+            "assumptions": dataclasses.asdict(self.assumptions),
+            "estimates": dataclasses.asdict(self.estimates) if self.estimates else None,
+            "plan_seconds": self.plan_seconds,
+            "stopped_early": self.stopped_early,
+        }
+        return json.dumps(body, indent=1, sort_keys=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON form; the file appears whole or not at all.
+
+        Args:
+            path: the file.
+        """
+        path = Path(path)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(self.to_json() + "\n")
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file and check it.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ConfigError: the file is missing or no plan, its version is unknown, or its shards do not own every row and
+                column of every table exactly once.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file.", "Check the path.") from None
+        return cls.from_json(text, str(path))
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> Plan:
+        """Read the JSON form and check it.
+
+        Args:
+            text: what `to_json` wrote.
+            where: what to call it in errors.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ConfigError: see `load`.
+        """
+        try:
+            body = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}.") from None
+        if not isinstance(body, dict) or body.get("format") != "tpurec.plan":
+            raise ConfigError(
+                f"{where}: is not a sharding plan (no 'format': 'tpurec.plan').", "Make one: tpurec plan --out."
+            )
+        if body.get("version") != PLAN_VERSION:
+            raise ConfigError(
+                f"{where}: plan version {body.get('version')!r} is not known, this program reads {PLAN_VERSION}.",
+                "Make the plan again with tpurec plan.",
+            )
+        slice_ = SliceTopology.parse(str(body.get("slice")))
+        wired = [list(slice_.coordinates(rank)) for rank in range(slice_.num_ranks)]
+        if body.get("coordinates") != wired:
+            raise ConfigError(f"{where}: rank coordinates are not those of {slice_.name}.", "Make the plan again.")
+        fields = {key: body[key] for key in body if key not in ("format", "version", "num_ranks", "coordinates")}
+        tables = fields.get("tables")
+        if not isinstance(tables, list):
+            raise ConfigError(f"{where}: has no list 'tables'.")
+        fields["tables"] = [_table_from_json(entry, slice_.num_ranks, where) for entry in tables]
+        return from_mapping(cls, fields, where)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why there is no plan.
+
+    Args:
+        table: the table that cannot be placed; empty if it is no single table's fault.
+        message: one line with the figures.
+        bytes_missing: memory that is missing on a rank.
+        remedies: what would help, each checked by planning it: dicts with `action` and its effect.
+    """
+
+    table: str
+    message: str
+    bytes_missing: int
+    remedies: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """There is no plan that fits.
+
+    Args:
+        slice: the slice's name.
+        batch_size: global examples per step.
+        problems: what is in the way, the worst first.
+        hbm_bytes_max: memory of the fullest rank in the most compact plan found.
+        hbm_bytes_mean: the same, mean over ranks.
+        hbm_bytes_capacity: what libtpu lets a program use on one rank.
+        hbm_bytes_budget: the capacity less the reserve.
+        hbm_parts: bytes of the fullest rank by use.
+        plan_seconds: time it took to find out.
+    """
+
+    slice: str
+    batch_size: int
+    problems: tuple[Problem, ...]
+    hbm_bytes_max: int
+    hbm_bytes_mean: int
+    hbm_bytes_capacity: int
+    hbm_bytes_budget: int
+    hbm_parts: dict[str, int]
+    plan_seconds: float = field(default=0.0, compare=False)
+
+    fits = False
+
+    @property
+    def topology(self) -> SliceTopology:
+        """The slice."""
+        return SliceTopology.parse(self.slice)
+
+    def summary(self) -> dict[str, Any]:
+        """What `tpurec plan --json` prints; the keys of `Plan.summary`, None where there is no answer."""
+        slice_ = self.topology
+        return {
+            "fits": False,
+            "slice": self.slice,
+            "num_chips": slice_.num_chips,
+            "num_ranks": slice_.num_ranks,
+            "idle_ranks": None,
+            "step_seconds": None,
+            "step_parts": {},
+            "lower_bound_seconds": None,
+            "lower_bound_kind": None,
+            "samples_per_second": None,
+            "hbm_bytes_max": self.hbm_bytes_max,
+            "hbm_bytes_mean": self.hbm_bytes_mean,
+            "hbm_bytes_capacity": self.hbm_bytes_capacity,
+            "hbm_parts": dict(self.hbm_parts),
+            "plan_seconds": self.plan_seconds,
+            "stopped_early": False,
+            "tables": [],
+            "problems": [dataclasses.asdict(problem) for problem in self.problems],
+        }
+
+
+def check_plan(plan: Plan) -> None:
+    """Check that every row and column of every table is owned exactly once, by ranks that exist.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        ConfigError: naming the table and what is wrong.
+    """
+    check_names([placed.table for placed in plan.tables])
+    num_ranks = plan.topology.num_ranks
+    for placed in plan.tables:
+        _check_table(placed, num_ranks)
+
+
+def _check_table(placed: PlacedTable, num_ranks: int) -> None:
+    def fail(message: str) -> None:
+        raise ConfigError(f"plan, table {placed.name!r}: {message}.", "Make the plan again with tpurec plan.")
+
+    expected = 0
+    for shard in sorted(placed.shards, key=lambda shard: shard.columns):
+        start, stop = shard.columns
+        if start != expected or stop <= start:
+            what = "more than once" if start < expected else "by no rank"
+            fail(f"columns {min(start, expected)} to {max(start, expected)} are owned {what}")
+        expected = stop
+        if not shard.ranks or len(set(shard.ranks)) != len(shard.ranks):
+            fail(f"the owners {shard.ranks} of columns {start} to {stop} are empty or repeat a rank")
+        outside = [rank for rank in shard.ranks if not 0 <= rank < num_ranks]
+        if outside:
+            fail(f"rank {outside[0]} is not on the slice, which has {num_ranks} ranks")
+        if shard.rule not in ROW_RULES:
+            fail(f"row rule {shard.rule!r} is not one of {', '.join(ROW_RULES)}")
+        if shard.rule == "all" and len(shard.ranks) != 1:
+            fail(f"{len(shard.ranks)} ranks each own all rows of columns {start} to {stop}")
+        if shard.rule == "replicated" and len(shard.ranks) != num_ranks:
+            fail("a replicated table needs a copy on every rank")
+        if not 0 <= shard.shift < len(shard.ranks):
+            fail(f"shift {shard.shift} is not between 0 and {len(shard.ranks) - 1}")
+    if expected != placed.table.embedding_dim:
+        fail(f"columns {expected} to {placed.table.embedding_dim} are owned by no rank")
+
+
+def _table_json(placed: PlacedTable, num_ranks: int) -> dict[str, Any]:
+    everyone = tuple(range(num_ranks))
+    shards = []
+    for shard in placed.shards:
+        ranks: Any = "all" if shard.ranks == everyone else list(shard.ranks)
+        rows = {"rule": shard.rule, "shift": shard.shift}
+        shards.append({"ranks": ranks, "rows": rows, "columns": list(shard.columns), "bytes": shard.bytes})
+    return {
+        "table": dataclasses.asdict(placed.table),
+        "sharding": placed.sharding,
+        "exchange": placed.exchange,
+        "shards": shards,
+        "seconds": placed.seconds,
+        "parts": placed.parts,
+        "reason": placed.reason,
+    }
+
+
+def _table_from_json(entry: Any, num_ranks: int, where: str) -> dict[str, Any]:
+    try:
+        shards = [
+            {
+                "ranks": list(range(num_ranks)) if shard["ranks"] == "all" else shard["ranks"],
+                "rule": shard["rows"]["rule"],
+                "shift": shard["rows"]["shift"],
+                "columns": shard["columns"],
+                "bytes": shard["bytes"],
+            }
+            for shard in entry["shards"]
+        ]
+        return {**entry, "shards": shards}
+    except (TypeError, KeyError) as error:
+        raise ConfigError(f"{where}: a table's shards cannot be read: {error!r}.", "Make the plan again.") from None
+
+
+__all__ = ["Estimates", "FeatureSpec", "Infeasible", "PlacedTable", "Plan", "Problem", "Rungs", "Shard", "StackPlan"]

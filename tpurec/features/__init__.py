@@ -4,10 +4,11 @@ NumPy and Arrow only: reader processes and the server's request path need no tor
 """
 
 from tpurec.features.columns import Columns, Counts, SparseColumn
+from tpurec.features.feature_specs import DenseFeature, LabelColumn, SparseFeature, TextInput
 from tpurec.features.packing import Ladder, PackedBatch, PackedFeature, pack
 from tpurec.features.problems import Problem
 from tpurec.features.rows import ParsedRows, RowError, columns_from_rows, table_from_rows
-from tpurec.features.schema import DenseFeature, LabelColumn, Schema, SparseFeature, TextInput, shipped_schemas
+from tpurec.features.schema import Schema, shipped_schemas
 from tpurec.features.storage import to_storage
 from tpurec.features.transform import Transformer
 

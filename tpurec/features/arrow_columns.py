@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tpurec.errors import DataError
-from tpurec.features.schema import Schema, SparseFeature
+from tpurec.features.feature_specs import SparseFeature
+from tpurec.features.schema import Schema
 
 # How an integer is written in text.
 INTEGER_TEXT = "-?[0-9]+"

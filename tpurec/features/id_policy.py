@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tpurec.features.feature_specs import SparseFeature
 from tpurec.features.hashing import hash_rows, hex_codes, integer_codes, text_codes
-from tpurec.features.schema import SparseFeature
 from tpurec.features.vocabulary import VocabularyIndex
 
 # Stand-ins for a row in what `row_of_ids` returns; all real rows are >= 0.

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from tpurec.errors import DataError
 from tpurec.features.arrow_columns import Bags
-from tpurec.features.schema import SparseFeature
+from tpurec.features.feature_specs import SparseFeature
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import pyarrow as pa
 from tpurec.errors import ConfigError, DataError
 from tpurec.features.arrow_columns import Bags, check_types, id_bags, numbers, one_array, weight_bags
 from tpurec.features.columns import Columns, Counts, SparseColumn
+from tpurec.features.feature_specs import DenseFeature, LabelColumn
 from tpurec.features.id_policy import BLANK, REASONS, REMEDY, IdMap
 from tpurec.features.problems import Problem, integer_problem, raise_first
-from tpurec.features.schema import DenseFeature, LabelColumn, Schema
+from tpurec.features.schema import Schema
 from tpurec.features.weights import match_weights, refuse_bad_weights
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from tpurec.features.arrow_columns import Bags, numbers
+from tpurec.features.feature_specs import SparseFeature
 from tpurec.features.problems import Problem
-from tpurec.features.schema import SparseFeature
 
 
 def match_weights(ids: Bags, weights: Bags, feature: SparseFeature, problems: list[Problem]) -> tuple[Bags, np.ndarray]:

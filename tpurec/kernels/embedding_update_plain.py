@@ -1,0 +1,121 @@
+"""`embedding_update` in plain JAX: any shape, any backend, no Pallas.
+
+It makes a combined gradient per unique row (`[N, dim]`), never one per table row. Rows are written back word by word
+where several share a line, because XLA has no narrower write that leaves a packed table where it is.
+
+Legend: N ids (capacity), U = N unique rows (capacity), D dim, W words per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpurec.kernels.dedup import UniqueRows, unique_rows
+from tpurec.kernels.dispatch import Shape
+from tpurec.kernels.optimizers import RowOptimizer, step
+from tpurec.kernels.storage import LANES, Storage, gather_rows, line_window, to_words
+from tpurec.topology.chips import Chip
+
+
+@dataclass(frozen=True)
+class Config:
+    """There is nothing to tune."""
+
+
+def limit(shape: Shape, chip: Chip | None, config: Config) -> str | None:
+    """Nothing is beyond it."""
+    return None
+
+
+def run(
+    parts: Sequence[jax.Array],
+    state: Sequence[jax.Array],
+    grads_BD: jax.Array,
+    ids_N: jax.Array,
+    offsets: jax.Array,
+    weights_N: jax.Array | None,
+    lr: jax.Array,
+    *,
+    storage: Storage,
+    optimizer: RowOptimizer,
+    pooling: str = "sum",
+    chip: Chip | None = None,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """As `tpurec.kernels.embedding_update.update`; `chip`, `config` and `interpret` make no difference."""
+    if ids_N.shape[0] == 0 or offsets.shape[0] == 1:
+        return tuple(parts), tuple(state)
+    unique = unique_rows(ids_N, offsets, weights_N, storage.num_rows, pooling)
+    grads_UD = combined_gradients(unique, grads_BD)
+    rows_U = jnp.maximum(unique.rows_N, 0)
+    values_UD = gather_rows(parts, rows_U, storage)
+    found = None
+    if optimizer.name == "adagrad":
+        found = gather_rows(state, rows_U, optimizer.state_storage(storage))
+    elif optimizer.name == "rowwise_adagrad":
+        found = state[0][rows_U]
+    new_UD, new_state = step(optimizer, values_UD, grads_UD, found, lr)
+    if optimizer.name == "adagrad":
+        state = _scatter_rows(state, unique.rows_N, new_state, optimizer.state_storage(storage))
+    elif optimizer.name == "rowwise_adagrad":
+        nowhere = jnp.where(unique.rows_N < 0, storage.num_rows, unique.rows_N)
+        state = (state[0].at[nowhere].set(new_state, mode="drop", unique_indices=True),)
+    return _scatter_rows(parts, unique.rows_N, new_UD, storage), tuple(state)
+
+
+def combined_gradients(unique: UniqueRows, grads_BD: jax.Array) -> jax.Array:
+    """The gradient of each unique row.
+
+    Args:
+        unique: the rows and their occurrences.
+        grads_BD: float32 `[B, D]`.
+
+    Returns:
+        float32 `[N, D]`; fillers are zero.
+    """
+    num_ids = unique.bags_N.shape[0]
+    position = jnp.arange(num_ids, dtype=jnp.int32)
+    # Each occurrence counts the rows that start at or before it; what lies behind the last occurrence has none.
+    starts = jnp.where(unique.rows_N < 0, num_ids, unique.starts_N[:-1])
+    slot = jnp.cumsum(jnp.zeros(num_ids, jnp.int32).at[starts].add(1, mode="drop")) - 1
+    slot = jnp.where(position < unique.starts_N[-1], slot, num_ids)
+    grads_ND = grads_BD[unique.bags_N]
+    if unique.factors_N is not None:
+        grads_ND = grads_ND * unique.factors_N[:, None]
+    return (
+        jnp.zeros((num_ids, grads_BD.shape[1]), jnp.float32)
+        .at[slot]
+        .add(grads_ND, mode="drop", indices_are_sorted=True)
+    )
+
+
+def _scatter_rows(
+    parts: Sequence[jax.Array], rows_U: jax.Array, values_UD: jax.Array, storage: Storage
+) -> tuple[jax.Array, ...]:
+    """Write unique rows (fillers are negative) into the parts they lie in; nothing else changes a bit."""
+    columns = storage.row_words * storage.columns_per_word
+    words_UW = to_words(
+        jnp.pad(values_UD.astype(storage.dtype), ((0, 0), (0, columns - storage.dim))),
+        storage,
+    )
+    written = []
+    for index, part in enumerate(parts):
+        local = rows_U - index * storage.rows_per_part
+        here = (rows_U >= 0) & (local >= 0) & (local < storage.rows_per_part)
+        lines_UK, start_U = line_window(jnp.where(here, local, 0), storage)
+        nowhere = storage.part_shape[0]
+        if storage.row_words % LANES == 0:
+            lines_UK = jnp.where(here[:, None], lines_UK, nowhere)
+            values = words_UW.reshape(*lines_UK.shape, LANES)
+            written.append(part.at[lines_UK].set(values, mode="drop", unique_indices=True))
+        else:
+            word = start_U[:, None] + jnp.arange(storage.row_words, dtype=jnp.int32)
+            line = jnp.where(here[:, None], lines_UK[:, :1] + word // LANES, nowhere)
+            written.append(part.at[line, word % LANES].set(words_UW, mode="drop", unique_indices=True))
+    return tuple(written)

@@ -299,13 +299,13 @@ def _check_tables(schema: Schema) -> None:
     first: dict[str, SparseFeature] = {}
     for feature in schema.sparse:
         other = first.setdefault(feature.table, feature)
-        for field in ("num_embeddings", "kind", "transform", "salt", "vocabulary"):
-            mine, its = getattr(feature, field), getattr(other, field)
+        for key in ("num_embeddings", "kind", "transform", "salt", "vocabulary"):
+            mine, its = getattr(feature, key), getattr(other, key)
             if mine != its:
-                shown = "" if field == "vocabulary" else f" ({its!r} and {mine!r})"
+                shown = "" if key == "vocabulary" else f" ({its!r} and {mine!r})"
                 raise ValueError(
                     f"features {other.name!r} and {feature.name!r} share table {feature.table!r} "
-                    f"but differ in {field}{shown}: the same id would have two rows"
+                    f"but differ in {key}{shown}: the same id would have two rows"
                 )
 
 

@@ -99,25 +99,6 @@ class Window:
         """Rows in the window."""
         return sum(len(segment.rows) for segment in self.segments)
 
-    def rank_slots(self, rank: int, world_size: int) -> np.ndarray:
-        """Return the slots of one rank: a fixed slice of every global batch.
-
-        Args:
-            rank: 0 to world_size - 1.
-            world_size: number of ranks; divides the batch size.
-
-        Returns:
-            int64 [num_batches, batch_size / world_size].
-
-        Raises:
-            ValueError: the batch size is not a multiple of the world size.
-        """
-        batch_size = self.slots.shape[1]
-        if batch_size % world_size:
-            raise ValueError(f"batch_size {batch_size} is not a multiple of {world_size} workers")
-        share = batch_size // world_size
-        return self.slots[:, rank * share : (rank + 1) * share]
-
 
 class Pass:
     """One pass over a selection of rows, cut into batches and windows.

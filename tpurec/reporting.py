@@ -43,7 +43,7 @@ class Reporter:
         Args:
             message: the line; rich markup is not interpreted.
         """
-        self.err.print(message, markup=False)
+        self.err.print(message, markup=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
         """Print one warning line on stderr.
@@ -51,10 +51,10 @@ class Reporter:
         Args:
             message: the line, without the word "warning".
         """
-        self.err.print(Text("warning: ", style="yellow") + Text(message))
+        self.err.print(Text("warning: ", style="yellow") + Text(message), soft_wrap=True)
 
     @contextmanager
-    def progress(self, description: str, total: float | None, unit: str = "rows") -> Iterator[Callable[[float], None]]:
+    def progress(self, description: str, total: float | None, unit: str = "rows") -> Iterator[Callable[..., None]]:
         """Show a progress bar with rate and remaining time on stderr (nothing is drawn when it is not a terminal).
 
         Args:
@@ -63,7 +63,7 @@ class Reporter:
             unit: the unit of the rate.
 
         Yields:
-            A function to call with the number of units just done.
+            A function to call with the number of units just done, and optionally a short note to show behind the bar.
         """
         columns = (
             SpinnerColumn(),
@@ -72,10 +72,11 @@ class Reporter:
             TextColumn("{task.completed:,.0f}/{task.total:,.0f}" if total is not None else "{task.completed:,.0f}"),
             _RateColumn(),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
         )
         with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
-            task = bar.add_task(description, total=total, unit=unit)
-            yield lambda amount: bar.update(task, advance=amount)
+            task = bar.add_task(description, total=total, unit=unit, note="")
+            yield lambda amount, note="": bar.update(task, advance=amount, note=note)
 
     def result(self, values: dict[str, Any], summary: Callable[[Console], None] | None = None) -> None:
         """Print the command's result; call it once, at the end.

@@ -82,32 +82,6 @@ def test_any_batch_is_found_without_reading_those_before_it():
         assert [tuple(row) for row in rows_of(window)[slots[slots >= 0]].tolist()] == batches[t]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_ranks_slices_join_to_the_same_global_batch(world_size):
-    """case 28: a rank without rows gets a padded slice of the same shape"""
-    window = Order(manifest((5,), (6,)), batch_size=8, seed=0, shuffle_window=8, validation_share=0).epoch(0).window(1)
-    slices = [window.rank_slots(rank, world_size) for rank in range(world_size)]
-    assert {part.shape for part in slices} == {(1, 8 // world_size)}
-    np.testing.assert_array_equal(np.concatenate(slices, axis=1), window.slots)
-    with pytest.raises(ValueError, match="not a multiple of 3"):
-        window.rank_slots(0, 3)
-
-
-@pytest.mark.parametrize("rows", [10, 3])
-def test_evaluation_over_four_workers_has_every_row_once(rows):
-    """case 27"""
-    one_pass = natural_pass(manifest((rows,)), batch_size=8)
-    seen = [
-        slot
-        for w in range(one_pass.num_windows)
-        for rank in range(4)
-        for slot in one_pass.window(w).rank_slots(rank, 4).ravel()
-        if slot >= 0
-    ]
-    assert len(seen) == rows
-    assert list(chain(*batches_of(one_pass))) == [(0, 0, row) for row in range(rows)]
-
-
 def test_a_natural_pass_keeps_the_order_of_the_files():
     data = manifest((3, 2), (4,))
     assert list(chain(*batches_of(natural_pass(data, 4)))) == sorted(all_rows(data))

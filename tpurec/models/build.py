@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from collections.abc import Callable
 
@@ -19,6 +20,9 @@ from tpurec.errors import ConfigError
 from tpurec.features.schema import Schema
 from tpurec.models.config import ModelConfig, TablesConfig
 from tpurec.models.tables import TableSpec, table_specs
+
+# TorchRec asks torch.fx whether it is tracing, in a way that torch 2.13 logs a warning about; users can do nothing.
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 DATA_TYPES = {"float32": DataType.FP32, "bfloat16": DataType.BF16, "float16": DataType.FP16}
 POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}

@@ -1,0 +1,102 @@
+"""`tpurec train`: train by a recipe into a RUN folder; goes on where the folder stands."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from tpurec.reporting import JsonOption, Reporter
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pipelines.recipe import Recipe
+    from pipelines.run import Run
+    from pipelines.source import RunData
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe TOML, such as pipelines/recipes/demo.toml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe value; repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="RUN", help="RUN folder; one that exists is resumed. Default: a fresh runs/..."),
+    ] = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Who reads and trains: this process, or Ray Data and Ray Train.")
+    ] = "local",
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model, evaluate it on the test data, and checkpoint it in a RUN folder.
+
+    A RUN that exists is resumed from its last checkpoint; a finished one gives its result again.
+    """
+    from pipelines.recipe import read_recipe
+    from pipelines.run import Run
+    from pipelines.source import find_data
+
+    reporter = Reporter(as_json)
+    resolved = read_recipe(recipe, overrides or [])
+    run = Run(out or _fresh(recipe))
+    run.check_recipe(resolved)
+    result = run.result()
+    if result is None:
+        data = find_data(resolved)  # before the folder is made: a mistyped path leaves nothing behind
+        with run.locked():
+            result = run.result() or _train(run, resolved, data, engine, reporter)
+    else:
+        reporter.log(f"{run.path}: this RUN is finished; its result is printed again.")
+    for warning in result["warnings"]:
+        reporter.warn(warning)
+    reporter.result(result, lambda console: _summary(console, result))
+
+
+def _train(run: Run, recipe: Recipe, data: RunData, engine: str, reporter: Reporter) -> dict[str, Any]:
+    from pipelines.run import write_atomically
+
+    run.begin(recipe, data.schema, data.train, data.test)
+    reporter.log(f"RUN {run.path}: {data.train.num_rows:,} training rows in {len(data.train.files)} files")
+    if engine == "ray":
+        from pipelines.engine_ray import train_ray
+
+        result = train_ray(run, recipe, data, reporter)
+    else:
+        from pipelines.engine_local import LocalSource, train_local
+
+        result = train_local(run, LocalSource(recipe, data), reporter)
+    result = {**result, "run": str(run.path), "engine": engine}
+    write_atomically(run.result_file, json.dumps(result, indent=1, allow_nan=False))
+    return result
+
+
+def _fresh(recipe: Path) -> Path:
+    stem = f"{recipe.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = (f"{stem}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
+    return next(path for path in (Path("runs") / name for name in names) if not path.exists())
+
+
+def _summary(console: Console, result: dict[str, Any]) -> None:
+    def shown(key: str) -> str:
+        return "undefined" if result[key] is None else f"{result[key]:.5f}"
+
+    where = f"{result['evaluated_on']}, {result['eval_rows']:,} rows" if result["evaluated_on"] else "not evaluated"
+    console.print(
+        f"AUC {shown('auc')}  normalized entropy {shown('normalized_entropy')}  log loss {shown('log_loss')}  "
+        f"calibration {shown('calibration')}  ({where})",
+        markup=False,
+        soft_wrap=True,
+    )
+    best = f", the best at step {result['best_step']:,}" if result["best_step"] is not None else ""
+    early = ", stopped early" if result["stopped_early"] else ""
+    console.print(
+        f"{result['rows_seen']:,} rows in {result['steps']:,} steps{best}{early}; "
+        f"{result['rows_per_second']:,.0f} rows/s\nRUN {result['run']}",
+        markup=False,
+        soft_wrap=True,
+    )

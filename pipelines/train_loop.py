@@ -1,0 +1,374 @@
+"""The train loop: plain torch. It takes an iterator of batches and calls back; it knows neither files nor Ray.
+
+One step: the model's forward, the loss over the rows that have a label, backward (in which the tables take their
+optimizer step), then the dense optimizer's step. `Position` is all the loop remembers between steps besides tensors; it
+is plain JSON, so a checkpoint of tensors and position resumes the run to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pipelines.reading import SourceBatch
+from pipelines.schedule import Decay, learning_rate_factor
+from tpurec.embeddings import TorchBatch, dense_parameters, set_learning_rate, to_torch
+from tpurec.errors import TpurecError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The recipe's section [train]. Learning rates of the tables are in [tables].
+
+    Args:
+        batch_size: rows of a global batch, over all workers.
+        epochs: passes over the training rows.
+        max_steps: stop after so many steps even if epochs remain; 0 for no such limit.
+        seed: of initial weights, row order and validation cut.
+        optimizer: of the dense part: `adam`, `adagrad` or `sgd`.
+        learning_rate: of the dense part, before the schedule's factor.
+        weight_decay: of the dense part.
+        warmup_steps: steps over which both learning rates climb linearly.
+        decay: `none`, `linear` or `cosine`, after the warm-up, over the steps that remain.
+        final_factor: where the decay ends, as a share of the learning rate.
+        evaluate_every_steps: validate after so many steps; 0 for the end of each epoch only. The end of each epoch
+            always validates.
+        patience: stop after so many validations in a row without a better one; 0 for never.
+        monitor: what "better" means: lower `log_loss` or higher `auc` on the validation rows.
+        eval_batch_size: rows of a batch in evaluation.
+        log_every_steps: steps between two lines of training metrics.
+    """
+
+    batch_size: int = 2048
+    epochs: int = 1
+    max_steps: int = 0
+    seed: int = 0
+    optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    decay: Decay = "none"
+    final_factor: float = 0.0
+    evaluate_every_steps: int = 0
+    patience: int = 0
+    monitor: Literal["log_loss", "auc"] = "log_loss"
+    eval_batch_size: int = 8192
+    log_every_steps: int = 50
+
+    def __post_init__(self) -> None:
+        for key in ("batch_size", "epochs", "eval_batch_size", "log_every_steps"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} = {getattr(self, key)}: must be 1 or more")
+        for key in ("max_steps", "warmup_steps", "evaluate_every_steps", "patience", "seed", "weight_decay"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"{key} = {getattr(self, key)}: must not be negative")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate = {self.learning_rate}: must be above 0")
+        if not 0 <= self.final_factor <= 1:
+            raise ValueError(f"final_factor = {self.final_factor}: must lie between 0 and 1")
+
+
+@dataclass
+class Position:
+    """Where a run stands; plain JSON.
+
+    Args:
+        step: optimizer steps done.
+        epoch: of the next batch.
+        batch: number in its epoch of the next batch.
+        rows_seen: rows trained on, those without a label included.
+        missing_labels: those among them without a label.
+        label_range: lowest and highest label so far; None before the first.
+        log_loss_sum: of the rows since the last line of training metrics.
+        log_rows: number of those rows.
+        best_score: of the best validation so far, higher is better; None before the first.
+        best_step: its step.
+        validations_without_better: in a row, up to now.
+        finished: no step is left to do.
+        stopped_early: because `patience` ran out.
+        ids: table name to what became of its ids, as `tpurec.features.Counts` has it.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    rows_seen: int = 0
+    missing_labels: int = 0
+    label_range: list[float] | None = None
+    log_loss_sum: float = 0.0
+    log_rows: int = 0
+    best_score: float | None = None
+    best_step: int | None = None
+    validations_without_better: int = 0
+    finished: bool = False
+    stopped_early: bool = False
+    ids: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Clock:
+    """Where this process's time went, in seconds; not part of a checkpoint.
+
+    Args:
+        rows: rows trained on in this process.
+        wait_seconds: waiting for batches.
+        step_seconds: training steps.
+        other_seconds: validation, checkpoints and logs.
+    """
+
+    rows: int = 0
+    wait_seconds: float = 0.0
+    step_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows trained on per second of reading and training, without validation and checkpoints."""
+        seconds = self.wait_seconds + self.step_seconds
+        return self.rows / seconds if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What the loop calls.
+
+    Args:
+        log: takes a line of metrics: `kind`, `step`, `epoch` and numbers.
+        validate: evaluates the model as it is; None if there are no validation rows.
+        save: writes a checkpoint; takes the position and the validation's score, or None if it was not evaluated.
+        progress: takes the rows just trained on and the loss of the last step.
+    """
+
+    log: Callable[[dict[str, Any]], None]
+    validate: Callable[[], dict[str, Any]] | None
+    save: Callable[[Position, float | None], None]
+    progress: Callable[[int, float], None] = lambda rows, loss: None
+
+
+class TrainLoop:
+    """Trains a model.
+
+    Args:
+        model: `forward(dense, kjt) -> logits [B]`; its tables are fused collections.
+        dense_optimizer: of all other parameters.
+        config: the recipe's section [train].
+        table_learning_rate: of the tables, before the schedule's factor.
+        batches_per_epoch: batches of an epoch.
+        checkpoint_every_steps: steps between checkpoints.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dense_optimizer: torch.optim.Optimizer,
+        config: TrainConfig,
+        table_learning_rate: float,
+        batches_per_epoch: int,
+        checkpoint_every_steps: int,
+    ) -> None:
+        self.model = model
+        self.dense_optimizer = dense_optimizer
+        self.config = config
+        self.clock = Clock()
+        self._table_learning_rate = table_learning_rate
+        self._batches_per_epoch = batches_per_epoch
+        self._checkpoint_every_steps = checkpoint_every_steps
+        self.total_steps = total_steps(config, batches_per_epoch)
+
+    def run(self, batches: Iterable[SourceBatch], position: Position, callbacks: Callbacks) -> None:
+        """Train until the steps are done or patience runs out.
+
+        Args:
+            batches: from `position` on, over all epochs that remain.
+            position: where the run stands; updated in place.
+            callbacks: what to call.
+
+        Raises:
+            TpurecError: the loss is not finite, or the batches end too early.
+        """
+        self.model.train()
+        source = iter(batches)
+        while not position.finished:
+            started = time.perf_counter()
+            item = next(source, None)
+            if item is None:
+                raise TpurecError(
+                    f"the training data ended at step {position.step} of {self.total_steps}.",
+                    "It must not change while a run is trained.",
+                )
+            received = time.perf_counter()
+            loss = self.step(to_torch(item.packed), position)
+            stepped = time.perf_counter()
+            self.clock.wait_seconds += received - started
+            self.clock.step_seconds += stepped - received
+            self.clock.rows += item.packed.num_rows
+            self._advance(item, position)
+            callbacks.progress(item.packed.num_rows, loss)
+            self._report(position, callbacks)
+            self.clock.other_seconds += time.perf_counter() - stepped
+
+    def step(self, batch: TorchBatch, position: Position) -> float:
+        """Do one optimizer step.
+
+        Args:
+            batch: the batch.
+            position: gives the step of the schedule; its loss sums are updated.
+
+        Returns:
+            The mean log loss over the batch's labelled rows, 0 if it has none.
+
+        Raises:
+            TpurecError: the loss is not finite.
+        """
+        factor = self._factor(position.step)
+        for group in self.dense_optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * factor
+        set_learning_rate(self.model, self._table_learning_rate * factor)
+        logits = self.model(batch.dense, batch.features)
+        num_labelled = int(batch.valid.sum())
+        loss = masked_log_loss(logits, batch.labels, batch.valid)
+        self.dense_optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.dense_optimizer.step()
+        value = loss.item()
+        if not math.isfinite(value):
+            raise TpurecError(
+                f"the loss is {value} at step {position.step + 1}.",
+                "Lower train.learning_rate and tables.learning_rate, or add train.warmup_steps.",
+            )
+        position.log_loss_sum += value * num_labelled
+        position.log_rows += num_labelled
+        return value
+
+    def _factor(self, step: int) -> float:
+        config = self.config
+        return learning_rate_factor(step, self.total_steps, config.warmup_steps, config.decay, config.final_factor)
+
+    def _advance(self, item: SourceBatch, position: Position) -> None:
+        position.step += 1
+        position.batch += 1
+        if position.batch == self._batches_per_epoch:
+            position.epoch, position.batch = position.epoch + 1, 0
+        position.rows_seen += item.packed.num_rows
+        position.missing_labels += item.packed.num_missing_labels
+        labels = item.packed.labels[item.packed.valid]
+        if len(labels):
+            low, high = position.label_range or (math.inf, -math.inf)
+            position.label_range = [min(low, float(labels.min())), max(high, float(labels.max()))]
+        if item.counts is not None:
+            for table, counts in item.counts.tables.items():
+                into = position.ids.setdefault(table, {})
+                for reason, number in counts.items():
+                    into[reason] = into.get(reason, 0) + number
+        position.finished = position.step >= self.total_steps
+
+    def _report(self, position: Position, callbacks: Callbacks) -> None:
+        config, step = self.config, position.step
+        if step % config.log_every_steps == 0 or position.finished:
+            callbacks.log(
+                {
+                    "kind": "train",
+                    "step": step,
+                    "epoch": position.epoch,
+                    "log_loss": position.log_loss_sum / position.log_rows if position.log_rows else None,
+                    "learning_rate": config.learning_rate * self._factor(step - 1),
+                    "rows_seen": position.rows_seen,
+                    "rows_per_second": round(self.clock.rows_per_second, 1),
+                }
+            )
+            position.log_loss_sum, position.log_rows = 0.0, 0
+        end_of_epoch = position.batch == 0 or position.finished
+        due = config.evaluate_every_steps and step % config.evaluate_every_steps == 0
+        if callbacks.validate is not None and (end_of_epoch or due):
+            self._validate(position, callbacks)
+        elif position.finished or step % self._checkpoint_every_steps == 0:
+            callbacks.save(position, None)
+
+    def _validate(self, position: Position, callbacks: Callbacks) -> None:
+        metrics = callbacks.validate()
+        self.model.train()
+        callbacks.log({"kind": "validation", "step": position.step, "epoch": position.epoch, **metrics})
+        score = score_of(metrics, self.config.monitor)
+        if score is None:
+            raise TpurecError(
+                f"the validation rows do not define {self.config.monitor}: {metrics['eval_rows']} rows, "
+                f"{metrics['missing_labels']} of them without a label, mean label {metrics['mean_label']}.",
+                "Set data.validation_share higher, or to 0 to train without validation.",
+            )
+        if position.best_score is None or score > position.best_score:
+            position.best_score, position.best_step = score, position.step
+            position.validations_without_better = 0
+        else:
+            position.validations_without_better += 1
+            if self.config.patience and position.validations_without_better >= self.config.patience:
+                position.stopped_early = not position.finished
+                position.finished = True
+        callbacks.save(position, score)
+
+
+def total_steps(config: TrainConfig, batches_per_epoch: int) -> int:
+    """Return the steps of a whole run, without early stopping.
+
+    Args:
+        config: the recipe's section [train].
+        batches_per_epoch: batches of an epoch.
+
+    Returns:
+        Steps.
+    """
+    steps = config.epochs * batches_per_epoch
+    return min(steps, config.max_steps) if config.max_steps else steps
+
+
+def masked_log_loss(logits: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Return the mean binary cross entropy over the valid rows.
+
+    Args:
+        logits: float32 [B].
+        labels: float32 [B], in [0, 1].
+        valid: bool [B]; other rows get no gradient.
+
+    Returns:
+        A scalar; 0 if no row is valid.
+    """
+    weight = valid.to(logits.dtype)
+    total = F.binary_cross_entropy_with_logits(logits, labels, weight=weight, reduction="sum")
+    return total / weight.sum().clamp(min=1)
+
+
+def score_of(metrics: dict[str, Any], monitor: str) -> float | None:
+    """Return how good a validation is, higher is better.
+
+    Args:
+        metrics: of the validation rows.
+        monitor: `log_loss` or `auc`.
+
+    Returns:
+        The score, None if the metric is undefined.
+    """
+    value = metrics[monitor]
+    return None if value is None else (-value if monitor == "log_loss" else value)
+
+
+def dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Make the optimizer of everything but the tables.
+
+    Args:
+        model: a model with fused tables.
+        config: the recipe's section [train].
+
+    Returns:
+        `torch.optim.Adam`, `Adagrad` or `SGD`.
+    """
+    kinds = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
+    parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
+    # torch refuses an empty list; a model may be nothing but tables.
+    parameters = parameters or [torch.empty(0, requires_grad=True)]
+    return kinds[config.optimizer](parameters, lr=config.learning_rate, weight_decay=config.weight_decay)

@@ -1,0 +1,179 @@
+"""One training run from start or checkpoint to result, in one process: what every engine runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pipelines.evaluation import evaluate
+from pipelines.metrics_log import MetricsLog
+from pipelines.run import Run, last_checkpoint
+from pipelines.source import Source
+from pipelines.train_loop import Callbacks, Position, TrainLoop, dense_optimizer
+from pipelines.training_state import TrainingState, load_weights
+from tpurec.models import build_model, table_optimizer
+from tpurec.sharding.checkpoint import Checkpointer, best_checkpoint
+
+METRICS = ("auc", "normalized_entropy", "log_loss", "calibration", "mean_label", "missing_labels", "eval_rows")
+
+
+def train_run(
+    run: Run,
+    source: Source,
+    *,
+    log: Callable[[str], None] = lambda message: None,
+    progress: Callable[[int, float], None] = lambda rows, loss: None,
+) -> dict[str, Any]:
+    """Train, or go on training, and evaluate the best checkpoint on the test data.
+
+    Args:
+        run: a folder that `Run.begin` has prepared; locked by the caller.
+        source: the batches.
+        log: takes a line for people.
+        progress: takes the rows just trained on and the loss of the last step.
+
+    Returns:
+        The result: metrics, `rows_seen`, `steps`, `rows_per_second` and so on, and `warnings`.
+
+    Raises:
+        TpurecError: training diverged, a checkpoint does not load, or the data are not as the schema says.
+    """
+    recipe = source.recipe
+    started = time.perf_counter()
+    with torch_threads(recipe.device.num_threads):
+        torch.manual_seed(recipe.train.seed)
+        model = build_model(
+            recipe.model,
+            recipe.tables,
+            source.data.schema,
+            seed=recipe.train.seed,
+            optimizer=table_optimizer(recipe.tables),
+        )
+        state = TrainingState(model, dense_optimizer(model, recipe.train))
+        checkpointer = Checkpointer(run.checkpoints, recipe.checkpoint.keep_last)
+        position = Position()
+        resumed = last_checkpoint(run)
+        if resumed is not None:
+            position = state.load(resumed)
+            log(f"resuming at step {position.step} (epoch {position.epoch}, batch {position.batch})")
+            progress(position.rows_seen, 0.0)
+        loop = TrainLoop(
+            model,
+            state.dense_optimizer,
+            recipe.train,
+            recipe.tables.learning_rate,
+            source.batches_per_epoch,
+            recipe.checkpoint.every_steps,
+        )
+        metrics_log = MetricsLog(run.metrics_file, run.tensorboard, position.step)
+        fingerprints = run.fingerprints()
+        validation: dict[str, Any] = {}
+
+        def validate() -> dict[str, Any]:
+            validation.update(evaluate(model, source.validation()))
+            log(f"step {position.step}: {_line('validation', validation)}")
+            return dict(validation)
+
+        callbacks = Callbacks(
+            log=metrics_log.add,
+            validate=validate if source.validation_rows else None,
+            save=lambda at, score: state.save(checkpointer, at, score, fingerprints),
+            progress=progress,
+        )
+        try:
+            loop.run(source.train(position.epoch, position.batch), position, callbacks)
+            metrics, evaluated_on = _final_metrics(model, run, source, position, metrics_log)
+        finally:
+            metrics_log.close()
+    return {
+        **metrics,
+        "evaluated_on": evaluated_on,
+        "rows_seen": position.rows_seen,
+        "steps": position.step,
+        "best_step": position.best_step,
+        "stopped_early": position.stopped_early,
+        "rows_per_second": round(loop.clock.rows_per_second, 1),
+        "wait_seconds": round(loop.clock.wait_seconds, 3),
+        "seconds": round(time.perf_counter() - started, 3),
+        "train_missing_labels": position.missing_labels,
+        "ids": position.ids,
+        "warnings": _warnings(metrics, evaluated_on, position),
+    }
+
+
+def _final_metrics(
+    model: torch.nn.Module, run: Run, source: Source, position: Position, metrics_log: MetricsLog
+) -> tuple[dict[str, Any], str | None]:
+    """Evaluate the best checkpoint on the test rows, or else on the validation rows."""
+    if source.test_rows is None and not source.validation_rows:
+        return dict.fromkeys(METRICS) | {"eval_rows": 0, "missing_labels": 0}, None
+    best = best_checkpoint(run.checkpoints)
+    assert best is not None, "a finished position was saved"
+    load_weights(model, best)
+    kind = "validation" if source.test_rows is None else "test"
+    metrics = evaluate(model, source.validation() if source.test_rows is None else source.test())
+    if kind == "test":
+        metrics_log.add({"kind": kind, "step": position.step, "epoch": position.epoch, **metrics})
+    return metrics, kind
+
+
+def _warnings(metrics: dict[str, Any], evaluated_on: str | None, position: Position) -> list[str]:
+    found = []
+    if position.label_range is None:
+        found.append("no training row has a label: nothing was learnt.")
+    elif position.label_range[0] == position.label_range[1]:
+        found.append(f"all training labels are {position.label_range[0]:g}: there was nothing to tell apart.")
+    if position.missing_labels:
+        found.append(f"{position.missing_labels} of {position.rows_seen} training rows have no label; they are masked.")
+    if evaluated_on is not None:
+        found += label_warnings(metrics, f"the {evaluated_on} data")
+    for table, counts in position.ids.items():
+        handled = ", ".join(f"{number} {reason}" for reason, number in counts.items() if reason != "ids" and number)
+        if handled:
+            found.append(f"table {table!r}: of {counts['ids']} ids in training, handled by the id policy: {handled}.")
+    return found
+
+
+def label_warnings(metrics: dict[str, Any], what: str) -> list[str]:
+    """Say what the labels of an evaluation do not define.
+
+    Args:
+        metrics: as `pipelines.evaluation.evaluate` gives them.
+        what: what was evaluated, such as `the test data`.
+
+    Returns:
+        Lines for people; empty if all is well.
+    """
+    found = []
+    labelled = metrics["eval_rows"] - metrics["missing_labels"]
+    if labelled == 0:
+        found.append(f"{what}: none of {metrics['eval_rows']} rows has a label: there are no metrics.")
+    elif metrics["auc"] is None:
+        found.append(f"{what}: all {labelled} labels are {metrics['mean_label']:g}: AUC is undefined.")
+    if metrics["missing_labels"] and labelled:
+        found.append(f"{what}: {metrics['missing_labels']} of {metrics['eval_rows']} rows have no label; left out.")
+    return found
+
+
+def _line(kind: str, metrics: dict[str, Any]) -> str:
+    shown = {key: metrics[key] for key in ("auc", "log_loss", "normalized_entropy", "calibration")}
+    return f"{kind} " + ", ".join(f"{key} {'undefined' if v is None else f'{v:.5f}'}" for key, v in shown.items())
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Run a block with a number of torch threads, and go back to the number before.
+
+    Args:
+        number: threads.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -92,15 +92,17 @@ def small_recipe() -> str:
 
 def write_small_bundle(path: Path, id_policy: str = "hash", seed: int = 3, examples: int = 5) -> Path:
     """Export the small model; expected scores come from the model itself, not from the bundle."""
-    from tpurec.bundle.bundle import _jagged
+    from tpurec.embeddings.jagged import to_torch
+    from tpurec.features import Ladder, pack
     from tpurec.features.transform import Transformer
 
     schema = small_schema(id_policy)
     model = small_model(schema, seed)
     table = small_table(examples)
     columns = Transformer(schema)(table, labels=False)
+    batch = to_torch(pack(columns, 64, Ladder.for_batch(64)))  # as training's evaluation does it
     with torch.no_grad():
-        expected = torch.sigmoid(model(torch.from_numpy(columns.dense), _jagged(columns))).numpy()
+        expected = torch.sigmoid(model(batch.dense, batch.features)).numpy()[:examples]
     write_bundle(
         path,
         model=model,

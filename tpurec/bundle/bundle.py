@@ -13,7 +13,7 @@ from tpurec.bundle.manifest import EXAMPLES, RECIPE, SCHEMA, BundleError, Manife
 from tpurec.bundle.weights import load_weights
 from tpurec.config import from_mapping, read_toml
 from tpurec.errors import TpurecError
-from tpurec.features import Columns, Schema
+from tpurec.features import Columns, Ladder, Schema, pack
 from tpurec.features.transform import Transformer
 from tpurec.models.config import ModelConfig, TablesConfig
 
@@ -25,6 +25,8 @@ EXPECTED_SCORE = "tpurec.expected_score"
 # in the first decimals.
 EXAMPLE_TOLERANCE = 1e-5
 BATCH_ROWS = 8192
+# Nothing here is compiled for a shape, so ids are padded no further than to a multiple of 8.
+_LADDER = Ladder((8,))
 
 
 class Bundle:
@@ -103,12 +105,14 @@ class Bundle:
         """
         import torch
 
+        from tpurec.embeddings.jagged import to_torch
+
         scores = np.empty(len(columns), dtype=np.float32)
         with torch.inference_mode():
             for start in range(0, len(columns), batch_rows):
-                batch = columns.slice(start, start + batch_rows)
-                logits = self._model(torch.from_numpy(batch.dense), _jagged(batch))
-                scores[start : start + len(batch)] = torch.sigmoid(logits.float()).numpy().reshape(-1)
+                rows = columns.slice(start, start + batch_rows)
+                batch = to_torch(pack(rows, len(rows), _LADDER))
+                scores[start : start + len(rows)] = torch.sigmoid(self._model(batch.dense, batch.features)).numpy()
         return scores
 
     def examples(self) -> pa.Table:
@@ -179,28 +183,3 @@ def _build(path: Path, schema: Schema) -> nn.Module:
     except TpurecError as error:
         raise BundleError(error.problem, error.remedy) from None
 
-
-def _jagged(columns: Columns):
-    """The batch's ids as TorchRec takes them.
-
-    Args:
-        columns: N rows.
-
-    Returns:
-        KeyedJaggedTensor with every sparse feature, in the schema's order.
-    """
-    import torch
-    from torchrec import KeyedJaggedTensor
-
-    features = columns.sparse.values()
-    is_weighted = any(feature.weights is not None for feature in features)
-    weights = None
-    if is_weighted:  # a collection is weighted as a whole: features without weights count every id once
-        ones = [np.ones(len(f.rows), np.float32) if f.weights is None else f.weights for f in features]
-        weights = torch.from_numpy(np.concatenate(ones))
-    return KeyedJaggedTensor(
-        keys=list(columns.sparse),
-        values=torch.from_numpy(np.concatenate([feature.rows for feature in features])),
-        lengths=torch.from_numpy(np.concatenate([feature.lengths for feature in features])),
-        weights=weights,
-    )

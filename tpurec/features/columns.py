@@ -171,13 +171,13 @@ class Columns:
         """Choose a range of examples; arrays are views, not copies.
 
         Args:
-            start: first example, 0 <= start.
-            stop: behind the last example; cut to N.
+            start: first example.
+            stop: behind the last example; both are cut to 0 ... N.
 
         Returns:
             The examples of that range.
         """
-        stop = min(stop, self.num_rows)
+        stop = min(max(stop, 0), self.num_rows)
         start = min(max(start, 0), stop)
         return Columns(
             self.dense[start:stop],

@@ -13,6 +13,8 @@ from tpurec.errors import DataError
 from tpurec.features.columns import Columns
 
 PAD = -1
+# Offsets are int32.
+_MAX_CAPACITY = 2**31 - 1
 _ALIGN = 64
 _MAGIC = b"TPRB0001"
 
@@ -48,7 +50,8 @@ class Ladder:
         Returns:
             The ladder.
         """
-        rungs = {-(-max(1, round(batch_size * growth**step)) // multiple) * multiple for step in range(num_rungs)}
+        sizes = (max(1, round(batch_size * growth**step)) for step in range(num_rungs))
+        rungs = {-(-size // multiple) * multiple for size in sizes if size < _MAX_CAPACITY or size == batch_size}
         return cls(tuple(sorted(rungs)))
 
     def rung(self, num_ids: int) -> int:
@@ -184,6 +187,8 @@ class PackedBatch:
         if len(raw) < head or bytes(raw[: len(_MAGIC)]) != _MAGIC:
             raise DataError("the buffer is no packed batch.")
         (length,) = struct.unpack("<I", raw[len(_MAGIC) : head])
+        if head + length > len(raw):
+            raise DataError(f"the packed batch is cut short: {len(raw)} bytes, {head + length} expected.")
         header = json.loads(bytes(raw[head : head + length]))
         start = -(-(head + length) // _ALIGN) * _ALIGN
         top: dict[str, np.ndarray] = {}

@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # One resolver run: the stub satisfies TorchRec's requirement of `fbgemm-gpu` (see packaging/).
 PACKAGES := -c packaging/constraints.txt -e '.[all]' ./packaging/fbgemm-gpu-stub
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test lint bench install clean system-packages
 
 install: $(INSTALLED)
 
@@ -32,3 +32,8 @@ bench: $(INSTALLED)
 
 clean:
 	rm -rf build dist *.egg-info
+
+# Debian packages that some test tiers use (browser, emulated); those tiers are skipped, with the reason, without them.
+system-packages:
+	command -v chromium >/dev/null && command -v chromedriver >/dev/null && command -v gcc >/dev/null || \
+		(apt-get update -q && apt-get install -q -y --no-install-recommends chromium chromium-driver gcc libc6-dev)

@@ -1,0 +1,184 @@
+"""Where the planner's tables come from: a table list, a recipe, a RUN, a Parquet data set, or a TorchRec model."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tpurec.config import apply_overrides, from_mapping, read_toml
+from tpurec.errors import ConfigError
+from tpurec.sharding.assumptions import Assumptions
+from tpurec.sharding.measure import measure
+from tpurec.sharding.tables import FeatureSpec, TableList, TableSpec, from_table_mapping, read_tables
+
+RECIPE_SECTIONS = {"model", "data", "tables", "train", "device", "sharding", "checkpoint", "export"}
+_OPTIMIZERS = {"row_wise_adagrad": "rowwise_adagrad"}  # a recipe's spelling -> the planner's
+
+
+def read_source(
+    source: str, overrides: Iterable[str] = (), embedding_dim: int | None = None, data: str | None = None
+) -> TableList:
+    """Read what stands at TABLES.
+
+    Args:
+        source: a table list (.toml, .json), a recipe (.toml), a RUN folder, a folder or file of training Parquet (then
+            `embedding_dim` is needed), or a TorchRec model as `module:factory`, a function without arguments that
+            returns a module with embedding collections.
+        overrides: `section.key=value`, for recipes.
+        embedding_dim: columns of the tables of a Parquet data set.
+        data: training Parquet to measure ids per example and unique shares from; a Parquet source is always measured.
+
+    Returns:
+        Tables, assumptions (with the model's own dense part where it is known) and batch size.
+
+    Raises:
+        ConfigError: nothing there that can be read so; the text says what is expected.
+        DataError: the data cannot be measured.
+    """
+    path = Path(source)
+    overrides = list(overrides)
+    if path.is_dir() and (path / "recipe.toml").is_file():
+        found = _from_recipe(path / "recipe.toml", overrides)
+    elif path.is_dir() or path.suffix == ".parquet":
+        found = _from_parquet(path, embedding_dim)
+        data = data or source
+    elif path.suffix == ".toml" and not isinstance(read_toml(path).get("tables"), list):
+        found = _from_recipe(path, overrides)
+    elif path.suffix in (".toml", ".json"):
+        found = _from_list(path, overrides)
+    elif ":" in source and not path.exists():
+        found = _from_model(source)
+    else:
+        raise ConfigError(
+            f"{source}: is no table list (.toml, .json), recipe, RUN folder, Parquet data set or module:factory.",
+            "Check the path.",
+        )
+    return dataclasses.replace(found, tables=measure(found.tables, data)) if data else found
+
+
+def _from_list(path: Path, overrides: list[str]) -> TableList:
+    if not overrides:
+        return read_tables(path)
+    if path.suffix == ".json":
+        raise ConfigError("--set changes a recipe or a TOML table list.", "Edit the JSON file instead.")
+    return from_table_mapping(apply_overrides(read_toml(path), overrides), str(path))
+
+
+def _from_recipe(path: Path, overrides: list[str]) -> TableList:
+    from tpurec.features.schema import Schema
+    from tpurec.models.config import ModelConfig, TablesConfig
+    from tpurec.models.dense_size import dense_parameters
+    from tpurec.models.tables import table_specs
+
+    mapping = apply_overrides(read_toml(path), overrides)
+    unknown = sorted(mapping.keys() - RECIPE_SECTIONS)
+    if unknown or "data" not in mapping:
+        problem = f"unknown section {unknown[0]!r}" if unknown else "neither a list [[tables]] nor a section [data]"
+        raise ConfigError(
+            f"{path}: {problem}.", "A table list has [[tables]] entries; a recipe has [model], [data], [tables], ..."
+        )
+    model = from_mapping(ModelConfig, mapping.get("model", {}), f"{path} [model]")
+    tables = from_mapping(TablesConfig, mapping.get("tables", {}), f"{path} [tables]")
+    schema = Schema.load(mapping["data"]["schema"]) if mapping["data"].get("schema") else _schema_of(mapping, path)
+    specs = table_specs(tables, schema)
+    weighted = {feature.name for feature in schema.sparse if feature.weights}
+    found = tuple(
+        TableSpec(
+            name=spec.name,
+            num_embeddings=spec.num_embeddings,
+            embedding_dim=spec.embedding_dim,
+            features=tuple(FeatureSpec(name, weighted=name in weighted) for name in spec.features),
+            dtype=spec.dtype,
+            pooling=spec.pooling,
+            optimizer=_OPTIMIZERS.get(spec.optimizer, spec.optimizer),
+        )
+        for spec in specs
+    )
+    known: dict[str, Any] = {"dense_input_bytes": 4 * len(schema.dense) + 5}  # label and mask besides
+    parameters = dense_parameters(model, len(schema.dense), len(schema.sparse), specs[0].embedding_dim) if specs else 0
+    if parameters is not None:
+        known["dense_parameters"] = parameters
+    batch_size = mapping.get("train", {}).get("batch_size")
+    return TableList(found, Assumptions(**known), batch_size if isinstance(batch_size, int) else None)
+
+
+def _schema_of(mapping: dict[str, Any], path: Path) -> Any:
+    from tpurec.features.schema import Schema
+
+    train = mapping["data"].get("train")
+    first = train[0] if isinstance(train, list) and train else train
+    if not isinstance(first, str):
+        raise ConfigError(f"{path} [data]: neither schema nor train is given.", "Add data.train or data.schema.")
+    if not Path(first).exists():
+        raise ConfigError(
+            f"{path} [data]: train = {first!r} does not exist, and its schema names the tables.",
+            "Make it with `tpurec data synth` or `tpurec data convert`, or pass --set data.schema=criteo.",
+        )
+    return Schema.from_parquet(first)
+
+
+def _from_parquet(path: Path, embedding_dim: int | None) -> TableList:
+    from tpurec.features.schema import Schema
+
+    schema = Schema.from_parquet(path)
+    if embedding_dim is None:
+        raise ConfigError(f"{path}: a data set does not say how wide its tables are.", "Add --embedding-dim, say 64.")
+    tables = tuple(
+        TableSpec(
+            name=name,
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            features=tuple(
+                FeatureSpec(feature.name, weighted=feature.weights is not None)
+                for feature in schema.sparse
+                if feature.table == name
+            ),
+        )
+        for name, num_embeddings in schema.tables.items()
+    )
+    return TableList(tables, Assumptions(dense_input_bytes=4 * len(schema.dense) + 5))
+
+
+def _from_model(source: str) -> TableList:
+    from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
+
+    module_name, _, factory_name = source.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: the user's own module lies in the current folder
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{source}: {error}.", "Write module:factory; the module must be importable from here."
+        ) from error
+    model = factory()
+    configs: dict[str, tuple[BaseEmbeddingConfig, bool, str]] = {}
+    for module in model.modules():
+        for method in ("embedding_bag_configs", "embedding_configs"):
+            if callable(getattr(module, method, None)):
+                weighted = method == "embedding_bag_configs" and bool(module.is_weighted())
+                for config in getattr(module, method)():
+                    pooling = config.pooling.name.lower() if method == "embedding_bag_configs" else "none"
+                    configs.setdefault(config.name, (config, weighted, pooling))
+    if not configs:
+        raise ConfigError(
+            f"{source}: the model has no EmbeddingBagCollection or EmbeddingCollection.", "Return the whole model."
+        )
+    tables = tuple(
+        TableSpec(
+            name=config.name,
+            num_embeddings=config.num_embeddings,
+            embedding_dim=config.embedding_dim,
+            features=tuple(FeatureSpec(name, weighted=weighted) for name in config.feature_names),
+            dtype=str(data_type_to_dtype(config.data_type)).removeprefix("torch."),
+            pooling=pooling,
+        )
+        for config, weighted, pooling in configs.values()
+    )
+    in_tables = sum(table.num_embeddings * table.embedding_dim for table in tables)
+    dense = sum(parameter.numel() for parameter in model.parameters()) - in_tables
+    return TableList(tables, Assumptions(dense_parameters=max(0, dense)))

@@ -17,6 +17,9 @@ from tpurec.embeddings.optimizers import EmbeddingOptimizer, from_torchrec
 from tpurec.embeddings.stack import StackedFeature, TableStack, dtype_of, pooling_of
 from tpurec.errors import ConfigError, DataError
 
+# One tensor of a TPU takes no more; on other devices it costs nothing to keep to it, and a module can move.
+MAX_STACK_BYTES = 16 << 30
+
 
 class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     """A TorchRec `EmbeddingBagCollection` that updates the rows it read when the backward pass runs.
@@ -69,8 +72,11 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._tables = tables
         self._is_weighted = is_weighted
         self._optimizer = optimizer
-        self._learning_rate = torch.tensor(float(optimizer.lr), dtype=torch.float32, device=device)
-        self._stacks = _build_stacks(tables, optimizer, torch.device(device or "cpu"))
+        device = torch.device(device or "cpu")
+        # Tables of a TPU are initialised on the CPU: the same seed gives the same tables everywhere.
+        built_on = torch.device("cpu") if device.type == "tpu" else device
+        self._learning_rate = torch.tensor(float(optimizer.lr), dtype=torch.float32, device=built_on)
+        self._stacks = _build_stacks(tables, optimizer, built_on)
         self._embedding_names = [name for names in get_embedding_names_by_table(tables) for name in names]
         self._length_per_key = [table.embedding_dim for table in tables for _ in table.feature_names]
         self._feature_names = list(dict.fromkeys(name for table in tables for name in table.feature_names))
@@ -78,6 +84,8 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.embedding_bags = nn.ModuleDict({table.name: nn.Module() for table in tables})
         self._tie_weights()
         self.reset_parameters()
+        if device != built_on:
+            self.to(device)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool a batch.
@@ -98,8 +106,10 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         outputs = []
         for stack in self._stacks:
             ids = jagged.stack_ids(features, stack)
-            output = fused_lookup(stack, ids, self._hook(stack), self._learning_rate, self._optimizer)
-            outputs.append(output if output.dtype.itemsize >= 4 else output.float())
+            weights = [self.embedding_bags[table.name].weight for table in stack.tables]
+            frozen = [number for number, weight in enumerate(weights) if not weight.requires_grad]
+            hook = next((weight for weight in weights if weight.requires_grad), weights[0])
+            outputs.append(fused_lookup(stack, ids, hook, self._learning_rate, frozen))
         return KeyedTensor(
             keys=self._embedding_names, length_per_key=self._length_per_key, values=self._arrange(outputs)
         )
@@ -123,7 +133,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return self._stacks[0].weight.device
+        return self._stacks[0].device
 
     @property
     def optimizer(self) -> EmbeddingOptimizer:
@@ -151,13 +161,12 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def reset_parameters(self) -> None:
         """Initialise the tables with their `init_fn` and the accumulators with their initial value."""
         for stack in self._stacks:
-            if stack.weight.device.type == "meta":
+            if stack.device.type == "meta":
                 continue
             with torch.no_grad():
                 for number, table in enumerate(stack.tables):
                     table.init_fn(stack.table_weight(number))
-                if stack.state is not None:
-                    stack.state.fill_(self._optimizer.initial_accumulator)
+                stack.reset_state()
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """The optimizer state by table, as plain tensors (no pickle needed); the learning rate is not part of it.
@@ -167,10 +176,10 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             for SGD. The tensors are views: copy them if training goes on.
         """
         return {
-            f"embedding_bags.{table.name}.{stack.state_name}": stack.table_state(number)
+            f"embedding_bags.{table.name}.{self._optimizer.state_name}": stack.table_state(number)
             for stack in self._stacks
             for number, table in enumerate(stack.tables)
-            if stack.state is not None
+            if stack.state
         }
 
     def load_optimizer_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -195,13 +204,6 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         with torch.no_grad():
             for key, target in own.items():
                 target.copy_(state[key])
-
-    def _hook(self, stack: TableStack) -> Tensor:
-        for table in stack.tables:
-            weight = self.embedding_bags[table.name].weight
-            if weight.requires_grad:
-                return weight
-        return self.embedding_bags[stack.tables[0].name].weight
 
     def _arrange(self, outputs: list[Tensor]) -> Tensor:
         if self._columns is None:
@@ -258,12 +260,23 @@ def _build_stacks(
     features: dict[tuple, list[StackedFeature]] = {}
     output = 0
     for table in tables:
-        key = (table.embedding_dim, dtype_of(table), pooling_of(table))
+        kind = (table.embedding_dim, dtype_of(table), pooling_of(table))
+        key = (*kind, _stack_number(table, [group for other, group in groups.items() if other[:3] == kind]))
         groups.setdefault(key, []).append(table)
         for name in table.feature_names:
             features.setdefault(key, []).append(StackedFeature(name, len(groups[key]) - 1, output))
             output += 1
     return [TableStack(groups[key], features[key], optimizer, device) for key in groups]
+
+
+def _stack_number(table: EmbeddingBagConfig, stacks: list[list[EmbeddingBagConfig]]) -> int:
+    """The stack of its kind that a table goes to: the last one, or a new one if that would get too large."""
+    if not stacks:
+        return 0
+    num_rows = table.num_embeddings + sum(other.num_embeddings for other in stacks[-1])
+    state_bytes = 4  # per value: Adagrad's accumulators are float32 whatever the table is
+    fits = num_rows * table.embedding_dim * state_bytes <= MAX_STACK_BYTES and num_rows < 2**31
+    return len(stacks) - 1 if fits else len(stacks)
 
 
 def _output_columns(stacks: list[TableStack], lengths: list[int]) -> list[tuple[int, int, int]] | None:
@@ -273,5 +286,5 @@ def _output_columns(stacks: list[TableStack], lengths: list[int]) -> list[tuple[
     columns: list[tuple[int, int, int]] = [(0, 0, 0)] * len(lengths)
     for number, stack in enumerate(stacks):
         for place, feature in enumerate(stack.features):
-            columns[feature.output] = (number, place * stack.embedding_dim, stack.embedding_dim)
+            columns[feature.output] = (number, place * stack.dim, stack.dim)
     return columns

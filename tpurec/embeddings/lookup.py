@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpurec.embeddings.optimizers import EmbeddingOptimizer
 from tpurec.embeddings.stack import TableStack
 from tpurec.ops import embedding_bag, embedding_bag_weights_grad, embedding_update_
 
@@ -43,27 +43,29 @@ class _FusedLookup(torch.autograd.Function):
         stack: TableStack,
         ids: StackedIds,
         lr: Tensor,
-        optimizer: EmbeddingOptimizer,
+        frozen: Sequence[int],
     ) -> Tensor:
-        ctx.stack, ctx.ids, ctx.lr, ctx.optimizer = stack, ids, lr, optimizer
-        return embedding_bag(stack.weight, ids.rows, ids.offsets, weights, stack.pooling, stack.num_features)
+        ctx.stack, ctx.ids, ctx.lr, ctx.frozen = stack, ids, lr, frozen
+        return embedding_bag(stack.parts, ids.rows, ids.offsets, weights, *_shape(stack))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple:
-        stack, ids, optimizer = ctx.stack, ctx.ids, ctx.optimizer
+        stack, ids, optimizer = ctx.stack, ctx.ids, ctx.stack.optimizer
         weights = None if ids.weights is None else ids.weights.detach()
         grad = grad.contiguous()
         weights_grad = None
         if ctx.needs_input_grad[1]:  # before the update: it reads the rows of the forward pass
-            weights_grad = embedding_bag_weights_grad(
-                grad, stack.weight, ids.rows, ids.offsets, weights, stack.pooling, stack.num_features
-            )
+            weights_grad = embedding_bag_weights_grad(grad, stack.parts, ids.rows, ids.offsets, weights, *_shape(stack))
+        rows = ids.rows
+        for table in ctx.frozen:
+            first, last = stack.row_starts[table], stack.row_starts[table + 1]
+            rows = torch.where((rows >= first) & (rows < last), -1, rows)
         embedding_update_(
-            stack.weight,
+            stack.parts,
             stack.state,
             grad,
-            ids.rows,
+            rows,
             ids.offsets,
             weights,
             ctx.lr,
@@ -72,11 +74,17 @@ class _FusedLookup(torch.autograd.Function):
             optimizer.weight_decay,
             stack.pooling,
             stack.feature_tables,
+            stack.num_rows,
+            stack.dim,
         )
         return None, weights_grad, None, None, None, None
 
 
-def fused_lookup(stack: TableStack, ids: StackedIds, hook: Tensor, lr: Tensor, optimizer: EmbeddingOptimizer) -> Tensor:
+def _shape(stack: TableStack) -> tuple[str, int, int, int]:
+    return stack.pooling, stack.num_features, stack.num_rows, stack.dim
+
+
+def fused_lookup(stack: TableStack, ids: StackedIds, hook: Tensor, lr: Tensor, frozen: Sequence[int] = ()) -> Tensor:
     """Look up a batch; its backward pass updates the stack in place.
 
     Args:
@@ -84,9 +92,9 @@ def fused_lookup(stack: TableStack, ids: StackedIds, hook: Tensor, lr: Tensor, o
         ids: the batch.
         hook: a tensor that requires a gradient if this stack is to be trained.
         lr: learning rate, float32 scalar.
-        optimizer: the optimizer's specification.
+        frozen: numbers of the tables that are not to change.
 
     Returns:
-        `[batch_size, num_features * embedding_dim]` of the storage's dtype.
+        `[batch_size, num_features * dim]` float32 (float64 for float64 tables).
     """
-    return _FusedLookup.apply(hook, ids.weights, stack, ids, lr, optimizer)
+    return _FusedLookup.apply(hook, ids.weights, stack, ids, lr, frozen)

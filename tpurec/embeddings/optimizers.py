@@ -39,18 +39,6 @@ class SGD:
     def __post_init__(self) -> None:
         _check(self, ("lr", "weight_decay"))
 
-    def state_shape(self, num_rows: int, embedding_dim: int) -> tuple[int, ...] | None:
-        """Shape of the optimizer state of a table.
-
-        Args:
-            num_rows: rows of the table.
-            embedding_dim: its dim.
-
-        Returns:
-            None: this optimizer has no state.
-        """
-        return None
-
 
 @dataclass(frozen=True)
 class Adagrad:
@@ -77,18 +65,6 @@ class Adagrad:
     def __post_init__(self) -> None:
         _check(self, ("lr", "eps", "weight_decay", "initial_accumulator"))
 
-    def state_shape(self, num_rows: int, embedding_dim: int) -> tuple[int, ...] | None:
-        """Shape of the optimizer state of a table: `(num_rows, embedding_dim)`.
-
-        Args:
-            num_rows: rows of the table.
-            embedding_dim: its dim.
-
-        Returns:
-            The shape.
-        """
-        return (num_rows, embedding_dim)
-
 
 @dataclass(frozen=True)
 class RowWiseAdagrad:
@@ -114,18 +90,6 @@ class RowWiseAdagrad:
 
     def __post_init__(self) -> None:
         _check(self, ("lr", "eps", "weight_decay", "initial_accumulator"))
-
-    def state_shape(self, num_rows: int, embedding_dim: int) -> tuple[int, ...] | None:
-        """Shape of the optimizer state of a table: `(num_rows,)`.
-
-        Args:
-            num_rows: rows of the table.
-            embedding_dim: its dim.
-
-        Returns:
-            The shape.
-        """
-        return (num_rows,)
 
 
 EmbeddingOptimizer = SGD | Adagrad | RowWiseAdagrad

@@ -11,6 +11,7 @@ from torchrec import EmbeddingBagConfig
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.types import DataType
 
+from tpurec.embeddings.layout import Layout, Packed, convert, layout_for
 from tpurec.embeddings.optimizers import EmbeddingOptimizer
 from tpurec.errors import ConfigError
 
@@ -39,9 +40,9 @@ class TableStack:
     Args:
         tables: configurations that agree in dim, data type and pooling; row 0 of a table follows the last row of the
             table before it.
-        features: the features that read these tables, in the order in which they are looked up.
+        features: the features that read these tables, in the order in which they are looked up, grouped by table.
         optimizer: decides the shape of the state.
-        device: where to allocate; `meta` allocates nothing.
+        device: where to allocate; `meta` allocates nothing. A TPU gets its tables from another device by `apply`.
     """
 
     def __init__(
@@ -53,28 +54,43 @@ class TableStack:
     ) -> None:
         self.tables = tuple(tables)
         self.features = tuple(features)
-        self.embedding_dim: int = tables[0].embedding_dim
+        self.dim: int = tables[0].embedding_dim
         self.pooling: str = pooling_of(tables[0])
-        self.state_name = optimizer.state_name
+        self.optimizer = optimizer
         starts = [0]
         for table in tables:
             starts.append(starts[-1] + table.num_embeddings)
         self.row_starts = tuple(starts)
-        self.weight: Tensor = torch.empty(starts[-1], self.embedding_dim, dtype=dtype_of(tables[0]), device=device)
-        shape = optimizer.state_shape(starts[-1], self.embedding_dim)
-        self.state: Tensor | None = None
-        if shape is not None:
-            self.state = torch.full(shape, optimizer.initial_accumulator, dtype=torch.float32, device=device)
+        self.num_rows = starts[-1]
         # What the ops and the jagged code ask for on every call.
         self.feature_names = [feature.name for feature in features]
         self.feature_tables = [feature.table for feature in features]
         self.feature_row_starts = [starts[feature.table] for feature in features]
         self.feature_num_rows = [tables[feature.table].num_embeddings for feature in features]
 
+        self._layout = self._layout_on(device, dtype_of(tables[0]))
+        self.parts: list[Tensor] = [self._layout.allocate(device)]
+        self._state_layout: Layout | None = None
+        self.state: list[Tensor] = []
+        if optimizer.kind == "adagrad":
+            self._state_layout = self._layout_on(device, torch.float32)
+            self.state = [self._state_layout.allocate(device)]
+        elif optimizer.kind == "rowwise_adagrad":
+            self.state = [torch.empty(self.num_rows, dtype=torch.float32, device=device)]
+
+    def _layout_on(self, device: torch.device, dtype: torch.dtype) -> Layout:
+        what = f"tables {', '.join(table.name for table in self.tables)}"
+        return layout_for(device, self.num_rows, self.dim, dtype, what)
+
     @property
     def num_features(self) -> int:
         """How many features read this stack."""
         return len(self.features)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stack is."""
+        return self.parts[0].device
 
     def table_weight(self, table: int) -> Tensor:
         """A table's rows, as a view of the storage.
@@ -85,7 +101,7 @@ class TableStack:
         Returns:
             `[num_embeddings, embedding_dim]`.
         """
-        return self.weight[self.row_starts[table] : self.row_starts[table + 1]]
+        return self._layout.rows(self.parts[0], self.row_starts[table], self.row_starts[table + 1])
 
     def table_state(self, table: int) -> Tensor | None:
         """A table's optimizer state, as a view.
@@ -96,19 +112,48 @@ class TableStack:
         Returns:
             `[num_embeddings, embedding_dim]`, `[num_embeddings]`, or None, as the optimizer has it.
         """
-        return None if self.state is None else self.state[self.row_starts[table] : self.row_starts[table + 1]]
+        if not self.state:
+            return None
+        start, stop = self.row_starts[table], self.row_starts[table + 1]
+        if self._state_layout is None:
+            return self.state[0][start:stop]
+        return self._state_layout.rows(self.state[0], start, stop)
+
+    def reset_state(self) -> None:
+        """Set every accumulator to its initial value."""
+        for tensor in self.state:
+            tensor.fill_(self.optimizer.initial_accumulator)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Move or convert the storage and the state, as `Module.to` does; views taken before are stale afterwards.
+        """Move or convert storage and state, as `Module.to` does; views taken before are stale afterwards.
 
         Args:
             function: maps a tensor to the new one.
+
+        Raises:
+            ConfigError: the new device cannot hold the stack.
         """
-        self.weight = function(self.weight)
-        if self.state is not None:
-            moved = function(self.state)
-            # Accumulators keep at least float32: in bfloat16 they stop growing after a few hundred steps.
-            self.state = moved if moved.dtype.itemsize >= 4 else self.state.to(moved.device)
+        probe = function(torch.empty(0, dtype=self._layout.dtype, device=self.device))
+        layout = self._layout_on(probe.device, probe.dtype)
+        if probe.dtype != self._layout.dtype and isinstance(layout, Packed):
+            raise ConfigError(f"tables of {self._layout.dtype} cannot become {probe.dtype} on a TPU.", "Convert first.")
+        self.parts = [convert(self.parts[0], self._layout, layout, function)]
+        self._layout = layout
+        if self._state_layout is not None:
+            state_layout = self._layout_on(probe.device, torch.promote_types(torch.float32, probe.dtype))
+            self.state = [convert(self.state[0], self._state_layout, state_layout, _no_less_than_float32(function))]
+            self._state_layout = state_layout
+        elif self.state:
+            self.state = [_no_less_than_float32(function)(self.state[0])]
+
+
+def _no_less_than_float32(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    # In bfloat16 an accumulator would stop growing after a few hundred steps.
+    def moved(tensor: Tensor) -> Tensor:
+        result = function(tensor)
+        return result if result.dtype.itemsize >= 4 else tensor.to(result.device)
+
+    return moved
 
 
 def dtype_of(table: EmbeddingBagConfig) -> torch.dtype:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 from pipelines.metrics_log import read_metrics
 from pipelines.order import Pass
+from pipelines.ray_session import ray_session
 from pipelines.reading import Reader, SourceBatch, pack_window
 from pipelines.recipe import Recipe
 from pipelines.run import Run
@@ -104,7 +104,7 @@ def train_ray(run: Run, recipe: Recipe, data: RunData, reporter: Reporter) -> di
 
     source = RaySource(recipe, data)  # also refuses data that cannot be trained on, before Ray starts
     total = source.train_rows * recipe.train.epochs
-    with _ray(), reporter.progress("train", total) as advance, _follow(run, advance):
+    with ray_session(), reporter.progress("train", total) as advance, _follow(run, advance):
         trainer = TorchTrainer(
             _work,
             train_loop_config={"run": str(run.path.absolute()), "recipe": recipe, "data": data},
@@ -130,24 +130,6 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
         return {"result": train_run(run, RaySource(config["recipe"], config["data"]))}
     except TpurecError as error:
         return {"error": [error.problem, error.remedy]}
-
-
-@contextmanager
-def _ray() -> Iterator[None]:
-    """A Ray of our own on this machine, gone afterwards: one CPU for the training worker, the others read."""
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=max(2, len(os.sched_getaffinity(0))),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager

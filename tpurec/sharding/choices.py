@@ -191,9 +191,9 @@ class ChoiceMaker:
         alone = model.num_ranks == 1
         uniform = self._vector(
             {
-                "lookup": model.read_seconds(traffic.local_ids, dim, table.element_bytes),
+                "rows": model.read_seconds(traffic.local_ids, dim, table.element_bytes)
+                + model.update_seconds(table, traffic.local_ids, traffic.unique, dim),
                 "all_reduce": 0.0 if alone else model.all_reduce.seconds_per_byte * gradient,
-                "update": model.update_seconds(table, traffic.local_ids, traffic.unique, dim),
             }
         )
         self._store(uniform, table, table.num_embeddings, dim, 0.0 if alone else gradient)
@@ -215,9 +215,10 @@ class ChoiceMaker:
         lump = self._vector(
             {
                 "exchange_ids": wire * ids,
-                "lookup": model.read_seconds(traffic.ids, width, table.element_bytes) + model.stream_seconds(vectors),
+                "rows": model.read_seconds(traffic.ids, width, table.element_bytes)
+                + 2 * model.stream_seconds(vectors)
+                + update,
                 "exchange_vectors": 2 * wire * vectors,
-                "update": update + model.stream_seconds(vectors),
             }
         )
         self._store(lump, table, table.num_embeddings, width, ids + vectors)
@@ -233,9 +234,9 @@ class ChoiceMaker:
         pooled = 2 * model.read_seconds(traffic.local_ids, dim, assume.vector_bytes)  # pool rows; sum gradients per row
         uniform = self._vector(
             {
-                "lookup": model.read_seconds(traffic.local_unique, dim, table.element_bytes)
-                + model.stream_seconds(rows),
-                "update": model.update_seconds(table, traffic.local_unique, traffic.unique / model.num_ranks, dim),
+                "rows": model.read_seconds(traffic.local_unique, dim, table.element_bytes)
+                + model.stream_seconds(rows)
+                + model.update_seconds(table, traffic.local_unique, traffic.unique / model.num_ranks, dim),
                 "pool": pooled,
             }
         )
@@ -256,10 +257,10 @@ class ChoiceMaker:
         uniform = self._vector(
             {
                 "exchange_ids": model.all_to_all.seconds_per_byte * ids,
-                "lookup": model.read_seconds(traffic.ids * share, dim, table.element_bytes)
-                + model.stream_seconds(pools),
+                "rows": model.read_seconds(traffic.ids * share, dim, table.element_bytes)
+                + 2 * model.stream_seconds(pools)
+                + model.update_seconds(table, traffic.ids * share, traffic.unique / model.num_ranks, dim),
                 "reduce_all": 2 * model.reduce_all.seconds_per_byte * pools,
-                "update": model.update_seconds(table, traffic.ids * share, traffic.unique / model.num_ranks, dim),
             }
         )
         self._store(uniform, table, ceil(table.num_embeddings / model.num_ranks), dim, ids + pools)
@@ -276,12 +277,11 @@ class ChoiceMaker:
         lump = self._vector(
             {
                 "exchange_ids": wire * ids,
-                "lookup": model.read_seconds(traffic.ids * share, dim, table.element_bytes)
-                + model.stream_seconds(pools),
+                "rows": model.read_seconds(traffic.ids * share, dim, table.element_bytes)
+                + 2 * model.stream_seconds(pools)
+                + model.update_seconds(table, traffic.ids * share, traffic.unique / size, dim),
                 GROUP_PARTS[kind]: 2 * model.group_reduce[kind].seconds_per_byte * pools,
                 "exchange_vectors": 2 * wire * pools / size,
-                "update": model.update_seconds(table, traffic.ids * share, traffic.unique / size, dim)
-                + model.stream_seconds(pools),
             }
         )
         self._store(lump, table, ceil(table.num_embeddings / size), dim, ids + pools)

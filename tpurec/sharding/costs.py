@@ -3,12 +3,14 @@
 A training step is a chain of parts that all ranks go through together, because collectives make them wait:
 
     exchange_ids      even, padded all-to-all of ids to the owners
-    lookup            rows read and pooled by the owners
+    rows              at the owners: rows read and pooled; and, after the dense part, duplicates combined and one
+    optimizer
+                      step on the rows touched. No rank waits between the update of a step and the lookup of the next
+                      (ids are exchanged one batch ahead), so the two are one part
     reduce_host, reduce_line, reduce_plane   partial pools summed inside each host, or line or plane of the torus
     reduce_all        partial pools summed over the whole slice
     exchange_vectors  even all-to-all of rows or pooled vectors to the requesters, and of gradients back
     pool              rows pooled by the requesters, and their gradients summed per row
-    update            duplicates combined, one optimizer step on the rows touched
     all_reduce        gradients of replicated tables and of the dense model
     dense             dense model, forward and backward
 
@@ -31,12 +33,11 @@ from tpurec.topology.slices import SliceTopology
 
 PARTS = (
     "exchange_ids",
-    "lookup",
+    "rows",
     "reduce_host",
     "reduce_line",
     "reduce_plane",
     "exchange_vectors",
-    "update",
     "pool",
     "reduce_all",
     "all_reduce",

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from math import ceil
 
+from tpurec.errors import ConfigError
+from tpurec.sharding.assemble import Assembly, placement_of
 from tpurec.sharding.assumptions import Assumptions
-from tpurec.sharding.plan import Infeasible, Plan
-from tpurec.sharding.tables import TableSpec
+from tpurec.sharding.bound import lower_bound
+from tpurec.sharding.costs import CostModel
+from tpurec.sharding.plan import Estimates, Infeasible, PlacedTable, Plan, Problem
+from tpurec.sharding.search import Found, search
+from tpurec.sharding.space import NUM_PARTS, Space
+from tpurec.sharding.tables import TableSpec, check_names
 from tpurec.topology.slices import SliceTopology
 
 
@@ -19,7 +27,7 @@ def plan(
 ) -> Plan | Infeasible:
     """Shard tables over a slice so that the step of its slowest rank is short and every rank's memory suffices.
 
-    Deterministic, and the same whatever the order of the tables.
+    Deterministic (unless `seconds` cuts the search short), and the same whatever the order of the tables.
 
     Args:
         tables: what to place.
@@ -33,5 +41,145 @@ def plan(
 
     Raises:
         ConfigError: bad input: names twice, a sharding that a table cannot have, a batch that the ranks cannot share.
+
+    >>> from tpurec.sharding.tables import FeatureSpec
+    >>> user = TableSpec("user", 1_000_000, 64, (FeatureSpec("user_id"),))
+    >>> plan([user], "v6e-4", 4096).fits
+    True
     """
-    raise NotImplementedError
+    begun = time.perf_counter()
+    given = assumptions or Assumptions()
+    slice_ = SliceTopology.parse(slice_) if isinstance(slice_, str) else slice_
+    tables = list(tables)
+    space = make_space(tables, slice_, batch_size, given)
+    impossible = [found for table in tables for found in _alone_too_large(space, table)]
+    found = search(space, tables, slice_, given, seconds)
+    assembly = Assembly(space, found.placement)
+    if not found.fits:
+        problems = tuple(impossible) or (_all_too_large(space, found),)
+        estimates = assembly.estimates(0.0, "none")
+        return Infeasible(
+            slice=slice_.name,
+            batch_size=batch_size,
+            problems=problems,
+            hbm_bytes_max=estimates.hbm_bytes_max,
+            hbm_bytes_mean=estimates.hbm_bytes_mean,
+            hbm_bytes_capacity=estimates.hbm_bytes_capacity,
+            hbm_bytes_budget=estimates.hbm_bytes_budget,
+            hbm_parts=estimates.hbm_parts,
+            plan_seconds=time.perf_counter() - begun,
+        )
+    if found.optimal:
+        proven, kind = found.cost.seconds, "enumeration"
+    else:
+        bound = lower_bound(space, found.cost.seconds, space.model.capacity_bytes)
+        proven, kind = bound.seconds, bound.kind
+    return Plan(
+        slice=slice_.name,
+        batch_size=batch_size,
+        tables=assembly.placed([table.name for table in tables]),
+        stacks=assembly.stacks(),
+        rungs=assembly.rungs(),
+        assumptions=space.model.assume,
+        estimates=assembly.estimates(proven, kind),
+        plan_seconds=time.perf_counter() - begun,
+        stopped_early=found.stopped_early,
+    )
+
+
+def evaluate(
+    placed: Sequence[PlacedTable],
+    slice_: SliceTopology | str,
+    batch_size: int,
+    assumptions: Assumptions | None = None,
+) -> Estimates:
+    """Cost a plan that was made elsewhere, fitting or not.
+
+    Args:
+        placed: where the tables are; an exchange of `none` for row_wise takes the cheaper one.
+        slice_: the slice or its name.
+        batch_size: global examples per step.
+        assumptions: by default all defaults.
+
+    Returns:
+        Its estimates, with a lower bound of 0 and kind `none`; compare `hbm_bytes_max` with `hbm_bytes_budget`.
+
+    Raises:
+        ConfigError: bad input, or a placement that our cost model does not know.
+    """
+    slice_ = SliceTopology.parse(slice_) if isinstance(slice_, str) else slice_
+    space = make_space([entry.table for entry in placed], slice_, batch_size, assumptions or Assumptions())
+    return Assembly(space, placement_of(space, placed)).estimates(0.0, "none")
+
+
+def make_space(tables: Sequence[TableSpec], slice_: SliceTopology, batch_size: int, assumptions: Assumptions) -> Space:
+    """Check the input and lay out what can be chosen.
+
+    Args:
+        tables: what to place.
+        slice_: where.
+        batch_size: global examples per step.
+        assumptions: what the costs take for granted.
+
+    Returns:
+        The search space.
+
+    Raises:
+        ConfigError: see `plan`.
+    """
+    check_names(list(tables))
+    ranks = slice_.num_ranks
+    if batch_size < ranks or batch_size % ranks:
+        near = sorted({max(1, batch_size // ranks) * ranks, ceil(batch_size / ranks) * ranks})
+        raise ConfigError(
+            f"batch size {batch_size} cannot be shared evenly by the {ranks} ranks of {slice_.name}.",
+            f"Use {' or '.join(map(str, near))}.",
+        )
+    for table in tables:
+        if table.num_embeddings > 2**31 - 1 and _rows_of_smallest_shard(table, ranks) > 2**31 - 1:
+            raise ConfigError(
+                f"table {table.name!r}: {table.num_embeddings} rows on {ranks} ranks: local rows exceed int32.",
+                "Use a larger slice, or hash ids into fewer rows.",
+            )
+    return Space(tables, CostModel(slice_, batch_size, assumptions.on(slice_)))
+
+
+def _rows_of_smallest_shard(table: TableSpec, ranks: int) -> int:
+    return ceil(table.num_embeddings / ranks) if "row_wise" in table.allowed else table.num_embeddings
+
+
+def _alone_too_large(space: Space, table: TableSpec) -> list[Problem]:
+    """A table that no choice fits on a rank, even with no other table there."""
+    budget = space.model.capacity_bytes - space.constant_bytes - space.model.assume.workspace_bytes
+    needs = {
+        choice.key: float((choice.uniform + choice.padded + choice.lump)[NUM_PARTS:].sum())
+        for choice in space.maker.of_table(table)
+    }
+    least = min(needs.values())
+    if least <= budget:
+        return []
+    ways = ", ".join(dict.fromkeys(key[0] for key in needs))
+    message = (
+        f"table {table.name!r} ({ways}) needs {_gib(least)} on a rank with optimizer state and exchange buffers; "
+        f"{space.model.slice.name} leaves {_gib(max(budget, 0.0))} of {_gib(space.model.assume.hbm_bytes)} for tables."
+    )
+    return [Problem(table.name, message, round(least - budget))]
+
+
+def _all_too_large(space: Space, found: Found) -> Problem:
+    """No table is too large alone; the fault is named by the largest share."""
+    missing = found.cost.bytes - space.model.capacity_bytes
+    largest = max(space.tables, key=lambda table: table.weight_bytes + table.state_bytes)
+    total = sum(table.weight_bytes + table.state_bytes for table in space.tables)
+    needed, constant = _gib(found.cost.bytes), _gib(space.constant_bytes)
+    message = (
+        f"{len(space.tables)} tables ({_gib(total)} with optimizer state) on {space.model.num_ranks} ranks: the most "
+        f"compact plan needs {needed} a rank, of which {constant} for dense model, activations, inputs and programs; "
+        f"{space.model.slice.name} has {_gib(space.model.capacity_bytes)} after the reserve. The largest table is "
+        f"{largest.name!r} ({_gib(largest.weight_bytes + largest.state_bytes)})."
+    )
+    return Problem(largest.name, message, round(missing))
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,296 @@
+"""Heuristics: choose a sharding per item and ranks for its shards, then improve by changing one item at a time.
+
+What counts per column is the maximum over ranks, but a search on the maximum alone is blind: as long as two ranks
+share it, no single move helps. So the search first minimises a power mean over ranks, (mean of load^p)^(1/p), which
+is at most the maximum and equal to it for even loads, with p rising, and the maximum itself last.
+
+All of it is deterministic and counts memory only at a price, so that what it finds does not depend on how much there
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tpurec.sharding.bound import fractional_choices
+from tpurec.sharding.costs import LATENCY_FLAGS
+from tpurec.sharding.space import NUM_PARTS, Item, Placement, Space, State
+
+_ENOUGH = 1e-9  # relative gain below which a move is noise
+_POWERS = (16,)  # powers of two: computed by squaring
+_NO_RANKS = np.zeros(0, dtype=np.int64)
+
+
+class Packer:
+    """Places items of one space.
+
+    Args:
+        space: the problem.
+        byte_price: seconds per byte with which memory counts.
+        out_of_time: asked between moves; True ends the search.
+    """
+
+    def __init__(self, space: Space, byte_price: float, out_of_time: Callable[[], bool]) -> None:
+        self.space = space
+        self.out_of_time = out_of_time
+        self.byte_price = byte_price
+        self.price = np.concatenate([np.ones(NUM_PARTS), np.full(space.num_columns - NUM_PARTS, byte_price)])
+        lumps = [choice.lump for item in space.items for choice in item.choices]
+        self.scale = np.maximum(np.max(lumps, axis=0), 1e-30)  # keeps powers of loads inside float64
+        self.options = [_Options(item) for item in space.items]
+
+    def value(self, state: State) -> float:
+        """What the search minimises in the end: seconds, with memory at its price.
+
+        Args:
+            state: a complete state.
+
+        Returns:
+            Seconds.
+        """
+        cost = state.cost()
+        return cost.seconds + self.byte_price * cost.bytes
+
+    def construct(self, picks: list[int], power: int = 16) -> State:
+        """Place all items with given choices, heavy lumps first.
+
+        Args:
+            picks: per item, the position of its choice.
+            power: of the mean that placing minimises.
+
+        Returns:
+            A complete state.
+        """
+        items = self.space.items
+        chosen = [item.choices[pick] for item, pick in zip(items, picks, strict=True)]
+        weight = [float(self.price @ choice.lump) for choice in chosen]
+        order = sorted(range(len(picks)), key=lambda i: (chosen[i].group is None, -weight[i], i))
+        board = _Board(self, State(self.space), power)
+        for item in order:
+            board.put(item, picks[item], board.best_ranks(item, picks[item]))
+        return board.state
+
+    def picks(self, largest_lump: float) -> list[int]:
+        """Per item the choice with the least mean load whose lump is not too large.
+
+        Args:
+            largest_lump: seconds that a lump may add to a rank.
+
+        Returns:
+            Positions of choices; where all lumps are larger, the smallest.
+        """
+        space, ranks = self.space, self.space.model.num_ranks
+        padding = space.padding(sum(max(c.pair_ids for c in item.choices) for item in space.items))
+        found = []
+        for item in space.items:
+            keys = []
+            for position, choice in enumerate(item.choices):
+                even = choice.uniform + padding * choice.padded
+                mean = float(self.price @ (even + choice.lump * (choice.copies / ranks)))
+                peak = float(self.price @ choice.lump)
+                keys.append((max(peak, largest_lump), mean, position))
+            found.append(min(keys)[2])
+        return found
+
+    def improve(self, state: State, powers: tuple[int, ...] = _POWERS, sweeps: int = 6) -> State:
+        """Change one item after the other to the choice and ranks that help most, until nothing helps.
+
+        Args:
+            state: a complete state; changed in place.
+            powers: of the means to minimise before the maximum.
+            sweeps: passes over all items at most, for each of them.
+
+        Returns:
+            The same state, or an earlier and better one.
+        """
+        best, kept = self.value(state), state.placement()
+        for power in (*powers, 0):
+            board = _Board(self, state, power)
+            now = board.value()
+            for _ in range(sweeps):
+                before = now
+                for item in self._busy_first(state):
+                    if self.out_of_time():
+                        break
+                    now = board.improve(item, now)
+                if now > before * (1 - 1e-3) or self.out_of_time():
+                    break
+            value = self.value(state)
+            if value < best:
+                best, kept = value, state.placement()
+        return state if state.placement() == kept else State.of(self.space, kept)
+
+    def _busy_first(self, state: State) -> list[int]:
+        """Items by what they add to the fullest ranks."""
+        top = state.load.argmax(axis=0)
+        keys = []
+        for position, item in enumerate(self.space.items):
+            choice = item.choices[state.choice[position]]
+            on_top = np.isin(top, state.ranks[position]) if choice.copies else False
+            share = choice.uniform + choice.padded + np.where(on_top, choice.lump, 0.0)
+            keys.append((-float(self.price @ share), position))
+        return [position for _, position in sorted(keys)]
+
+    def search(self, limits: int = 4) -> Placement:
+        """Start from the linear program's answer and from several limits on lumps, improve, and keep the best.
+
+        Args:
+            limits: how many limits on lumps to try.
+
+        Returns:
+            A complete placement.
+        """
+        smallest = self.construct(self.picks(0.0))
+        starts = {tuple(smallest.choice): smallest}
+        program = fractional_choices(self.space, smallest.cost().seconds)
+        peaks = [float(self.price @ choice.lump) for item in self.space.items for choice in item.choices]
+        high = max(peaks) + 1e-12
+        wanted = [program] if program is not None else []
+        wanted += [self.picks(float(limit)) for limit in np.geomspace(high / 1e3, high, limits)]
+        for picks in wanted:
+            if tuple(picks) not in starts and not self.out_of_time():
+                starts[tuple(picks)] = self.construct(picks)
+        best_made = min(starts.values(), key=self.value)
+        by_program = starts.get(tuple(wanted[0]), smallest)
+        chosen = {id(state): state for state in (smallest, by_program, best_made)}
+        return min((self.improve(state) for state in chosen.values()), key=self.value).placement()
+
+
+class _Board:
+    """A state, and per column a power mean of its loads (power 0: the maximum)."""
+
+    def __init__(self, packer: Packer, state: State, power: int) -> None:
+        self._packer, self.state, self._power = packer, state, power
+        self._ranks = packer.space.model.num_ranks
+        self._powered = self._raise(state.load / packer.scale)
+
+    def _raise(self, loads: np.ndarray) -> np.ndarray:
+        for _ in range(self._power.bit_length() - 1 if self._power else 0):
+            loads = loads * loads
+        return loads
+
+    def put(self, item: int, choice: int, ranks: np.ndarray) -> None:
+        """Place an item."""
+        self.state.put(item, choice, ranks)
+        self._refresh(ranks)
+
+    def take(self, item: int) -> tuple[int, np.ndarray]:
+        """Remove an item."""
+        found = self.state.take(item)
+        self._refresh(found[1])
+        return found
+
+    def _refresh(self, ranks: np.ndarray) -> None:
+        if len(ranks):
+            self._powered[ranks] = self._raise(np.maximum(self.state.load[ranks], 0.0) / self._packer.scale)
+
+    def _sums(self) -> np.ndarray:
+        return self._powered.sum(axis=0) if self._power else self._powered.max(axis=0)
+
+    def _means(self, sums: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return scale * (sums / self._ranks) ** (1 / self._power) if self._power else scale * sums
+
+    def value(self) -> float:
+        """Seconds, with power means for maxima and memory at its price."""
+        packer = self._packer
+        return self._total(self.state.even() + self._means(self._sums(), packer.scale), self.state.flags > 0)
+
+    def _total(self, columns: np.ndarray, flags: np.ndarray) -> float:
+        cost = self.state.total(columns, flags)
+        return cost.seconds + self._packer.byte_price * cost.bytes
+
+    def best_ranks(self, item: int, choice: int) -> np.ndarray:
+        """Where the lump of an item that is not placed raises the value least.
+
+        Args:
+            item: the item.
+            choice: its choice.
+
+        Returns:
+            int64 ranks, ascending; empty if all load is uniform.
+        """
+        packer, space = self._packer, self._packer.space
+        chosen = space.items[item].choices[choice]
+        if not chosen.copies:
+            return _NO_RANKS
+        pinned = space.items[item].pinned
+        if pinned is not None:
+            return np.array(sorted(pinned), dtype=np.int64)
+        columns = packer.options[item].columns[choice]
+        scale, price = packer.scale[columns], packer.price[columns]
+        loads = self.state.load[:, columns] / scale
+        after = self._raise(loads + chosen.lump[columns] / scale)
+        sums = self._sums()[columns]
+        members = space.groups[chosen.group] if chosen.group else None
+        if self._power:
+            added = after - self._powered[:, columns]
+            if members is not None:
+                added = added[members].sum(axis=1)
+            score = self._means(sums + added, scale) @ price
+        else:
+            if members is not None:
+                after = after[members].max(axis=1)
+                loads = loads[members].max(axis=1)
+            score = (np.maximum(after, sums) * scale) @ price + 1e-3 * ((loads * scale) @ price)
+        if members is not None:
+            return np.sort(members[int(np.argmin(score))]).astype(np.int64)
+        if chosen.copies == 1:
+            return np.array([int(np.argmin(score))], dtype=np.int64)
+        return np.sort(np.argsort(score, kind="stable")[: chosen.copies]).astype(np.int64)
+
+    def improve(self, item: int, best: float) -> float:
+        """Give an item the choice and ranks with the least value.
+
+        Args:
+            item: the item.
+            best: value of the present state.
+
+        Returns:
+            Value of the state after it.
+        """
+        old = self.take(item)
+        found = old
+        for choice in self._promising(item, best):
+            ranks = self.best_ranks(item, choice)
+            self.put(item, choice, ranks)
+            value = self.value()
+            self.take(item)
+            if value < best * (1 - _ENOUGH):
+                best, found = value, (choice, ranks)
+        self.put(item, *found)
+        return best
+
+    def _promising(self, item: int, best: float) -> list[int]:
+        """Choices that could beat `best` if their lump met no other load, most promising first."""
+        packer, space, state = self._packer, self._packer.space, self.state
+        many = packer.options[item]
+        lumps = self._raise(many.lump / packer.scale)
+        sums = self._sums()
+        alone = sums + many.copies[:, None] * lumps if self._power else np.maximum(sums, lumps)
+        padding = np.array([space.padding(state.pair_ids + pair) for pair in many.pair_ids])
+        even = state.uniform + many.uniform + padding[:, None] * (state.padded + many.padded)
+        columns = even + self._means(alone, packer.scale)
+        flags = (state.flags + many.flags) > 0
+        seconds = space.constant_seconds + columns[:, :NUM_PARTS].sum(axis=1) + flags @ space.latency
+        workspace = space.model.assume.workspace_bytes * (columns[:, NUM_PARTS:-1] > 0.5).sum(axis=1)
+        size = space.constant_bytes + columns[:, NUM_PARTS:].sum(axis=1) + workspace
+        values = seconds + packer.byte_price * size
+        order = np.argsort(values, kind="stable")
+        return [int(position) for position in order if values[position] < best * (1 - _ENOUGH)]
+
+
+class _Options:
+    """An item's choices as arrays, one row a choice."""
+
+    def __init__(self, item: Item) -> None:
+        choices = item.choices
+        self.uniform = np.array([choice.uniform for choice in choices])
+        self.padded = np.array([choice.padded for choice in choices])
+        self.lump = np.array([choice.lump for choice in choices])
+        self.copies = np.array([choice.copies for choice in choices])
+        self.pair_ids = [choice.pair_ids for choice in choices]
+        bits = np.arange(len(LATENCY_FLAGS))
+        self.flags = np.array([choice.flags >> bits & 1 for choice in choices])
+        self.columns = [np.flatnonzero(choice.lump) for choice in choices]

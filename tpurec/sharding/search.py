@@ -1,0 +1,169 @@
+"""Search: candidates that do not depend on how fast or large the hardware is, then the best of them that fits.
+
+More bandwidth or more memory must never make a plan slower, so the candidates are the same whatever the speeds and
+the memory: small problems are enumerated; for others candidates are made for fixed reference speeds (the chip's
+documented ones, and faster and slower links), each with a rising price on memory up to the most compact plan. A
+faster machine makes every candidate faster and a larger one lets more of them fit, so the minimum cannot rise.
+
+Large problems use only the documented speeds. Their candidates are made so that a more compact one is never faster at
+those speeds; therefore the first one that fits is the best, and the others need not be made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tpurec.sharding.assumptions import Assumptions
+from tpurec.sharding.costs import CostModel
+from tpurec.sharding.exact import best_of_all, is_small
+from tpurec.sharding.packing import Packer
+from tpurec.sharding.space import Cost, Placement, Space, State
+from tpurec.sharding.tables import TableSpec
+from tpurec.topology.slices import SliceTopology
+
+_SPEEDS = (
+    "hbm_bytes",
+    "hbm_bytes_per_second",
+    "link_bytes_per_second",
+    "hop_seconds",
+    "launch_seconds",
+    "matmul_flops_per_second",
+    "matmul_efficiency",
+    "gather_efficiency",
+    "stream_efficiency",
+    "sparse_core_hertz",
+    "tensor_core_hertz",
+    "sort_cycles",
+    "row_bundles",
+    "combine_bundles",
+    "optimizer_bundles",
+)
+_LINK_FACTORS = (1.0, 8.0, 0.125)
+_LARGE = 60_000  # tables x ranks
+_BYTE_PRICES = (1e-2, 1e-1, 1.0, 10.0, 100.0)  # seconds for all bytes, in units of the step
+_TIE_PRICE = 1e-5
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search found.
+
+    Args:
+        placement: the best that fits; if none fits, the most compact one.
+        cost: of that placement.
+        fits: whether it fits.
+        optimal: whether every other placement was ruled out by costing it.
+        stopped_early: whether time ran out.
+    """
+
+    placement: Placement
+    cost: Cost
+    fits: bool
+    optimal: bool
+    stopped_early: bool
+
+
+def search(
+    space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, given: Assumptions, seconds: float | None
+) -> Found:
+    """Find a fast placement that fits.
+
+    Args:
+        space: the problem at the actual speeds.
+        tables: all tables.
+        slice_: the slice.
+        given: the caller's assumptions, None where the slice decides.
+        seconds: stop after this long; None to search to the end.
+
+    Returns:
+        The best candidate.
+    """
+    clock = _Clock(seconds)
+    capacity = space.model.capacity_bytes
+    if is_small(space):
+        placement = best_of_all(space, capacity)
+        if placement is not None:
+            return Found(placement, space.cost(placement), True, True, False)
+    best: Found | None = None
+    for placement, lazily in _candidates(space, tables, slice_, given, clock):
+        cost = space.cost(placement)
+        fits = cost.bytes <= capacity
+        if best is None or _better(cost, fits, best):
+            best = Found(placement, cost, fits, False, False)
+        if clock.over and best.fits:
+            break
+        if lazily and best.fits:
+            break
+    assert best is not None
+    return dataclasses.replace(best, stopped_early=clock.over)
+
+
+def _better(cost: Cost, fits: bool, best: Found) -> bool:
+    if fits != best.fits:
+        return fits
+    if not fits:
+        return cost.bytes < best.cost.bytes
+    return (cost.seconds, cost.bytes) < (best.cost.seconds, best.cost.bytes)
+
+
+class _Clock:
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+        self.over = False
+
+    def __call__(self) -> bool:
+        self.over = self.over or (self._end is not None and time.monotonic() > self._end)
+        return self.over
+
+
+def _candidates(
+    space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, given: Assumptions, clock: Callable[[], bool]
+) -> Iterator[tuple[Placement, bool]]:
+    """Placements, and whether the rest can be skipped once one fits."""
+    documented = dataclasses.replace(
+        given, **{name: getattr(Assumptions(), name) for name in _SPEEDS}
+    ).on(slice_)  # fmt: skip
+    large = len(tables) * slice_.num_ranks > _LARGE
+    start: Placement | None = None
+    for factor in _LINK_FACTORS[: 1 if large else None]:
+        speeds = dataclasses.replace(documented, link_bytes_per_second=documented.link_bytes_per_second * factor)
+        reference = Space(tables, CostModel(slice_, space.model.batch_size, speeds))
+        exactly = space.model.assume == dataclasses.replace(speeds, **_memory(space.model.assume))
+        chain = _chain(reference, start, clock)
+        first = next(chain)
+        start = start or first
+        yield first, large and exactly
+        for placement in chain:
+            yield placement, large and exactly
+
+
+def _memory(assume: Assumptions) -> dict[str, object]:
+    return {name: getattr(assume, name) for name in ("hbm_bytes",)}
+
+
+def _chain(space: Space, start: Placement | None, clock: Callable[[], bool]) -> Iterator[Placement]:
+    """The fastest placement found for a space, then ever more compact ones, none of them faster than those before."""
+    scale = space.constant_seconds / (space.constant_bytes + 1.0)
+    packer = Packer(space, scale * _TIE_PRICE, clock)
+    state = State.of(space, packer.search() if start is None else start)
+    if start is not None:
+        packer.improve(state)
+    made = [state.placement()]
+    yield made[0]
+    slowest = space.cost(made[0]).seconds
+    for price in _BYTE_PRICES:
+        dearer = Packer(space, scale * price, clock)
+        dearer.improve(state)
+        placement = state.placement()
+        found = space.cost(placement).seconds
+        if placement not in made and found >= slowest:
+            made.append(placement)
+            slowest = found
+            yield placement
+    compact = Packer(space, 1.0, clock)
+    placement = compact.improve(compact.construct(compact.picks(0.0))).placement()
+    if placement not in made:
+        yield placement

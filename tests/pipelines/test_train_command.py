@@ -1,0 +1,185 @@
+"""`tpurec train` and `tpurec evaluate` as a user runs them; those that are killed in processes of their own."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.metrics_log import read_metrics
+from pipelines.run import Run, load_run
+from tests.pipelines.conftest import click_rows, write_rows
+from tpurec import cli
+from tpurec.sharding.checkpoint import list_checkpoints
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start(*words) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tpurec.cli", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+def tpurec(*words, code: int = 0) -> tuple[dict, str]:
+    """Run a command in this process, which saves its start; returns its one JSON object and what it wrote to stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stopped:
+        cli.main([*map(str, words), "--json"])
+    assert stopped.value.code == code, err.getvalue()
+    assert out.getvalue().count("\n") == 1, out.getvalue()
+    return json.loads(out.getvalue()), err.getvalue()
+
+
+def numbers(values: dict) -> dict:
+    return {key: value for key, value in values.items() if "second" not in key and key != "run"}
+
+
+@pytest.fixture(scope="module")
+def trained(clicks, tmp_path_factory):
+    """A RUN trained by the command, its recipe file and its result."""
+    from tests.pipelines.conftest import RECIPE
+
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(RECIPE.format(data=clicks))
+    result, _ = tpurec("train", recipe, "--out", folder / "run")
+    return folder / "run", recipe, result
+
+
+KEYS = {
+    "auc", "normalized_entropy", "log_loss", "calibration", "rows_seen", "eval_rows", "steps", "rows_per_second", "run",
+}  # fmt: skip
+
+
+def test_train_prints_one_object_with_the_promised_keys_and_a_finished_run_prints_it_again(trained):
+    run, recipe, result = trained
+    assert result.keys() >= KEYS
+    assert result["run"] == str(run) and result["auc"] > 0.75
+    before = sorted(path.stat().st_mtime_ns for path in run.rglob("*"))
+    again, err = tpurec("train", recipe, "--out", run)
+    assert again == result and "finished" in err
+    assert sorted(path.stat().st_mtime_ns for path in run.rglob("*")) == before, "nothing was touched"
+    changed, _ = tpurec("train", recipe, "--out", run, "--set", "train.batch_size=64", code=1)
+    assert "train.batch_size was 128, now 64" in changed["error"]["message"]
+
+
+def test_evaluate_gives_the_metrics_that_training_gave_and_a_score_for_every_row_in_order(trained, clicks, tmp_path):
+    run, _, result = trained
+    out = tmp_path / "deep" / "scores.parquet"
+    found, _ = tpurec("evaluate", run, clicks / "test", "--scores", out)
+    for key in ("auc", "normalized_entropy", "log_loss", "calibration", "eval_rows"):
+        assert found[key] == result[key], key
+    scores, rows = pq.read_table(out), pq.read_table(clicks / "test")
+    assert scores.column_names == ["row", "request", "label", "score"]
+    assert scores["row"].to_pylist() == list(range(1003))
+    assert scores["request"].to_pylist() == rows["request"].to_pylist()
+    assert scores["label"].to_pylist() == rows["click"].to_pylist()
+    assert all(0 < score < 1 for score in scores["score"].to_pylist())
+    assert [path.name for path in out.parent.iterdir()] == ["scores.parquet"]
+
+
+def test_evaluate_masks_rows_without_label_and_still_scores_them(trained, tmp_path):
+    """cases 31, 32"""
+    run, _, _ = trained
+    table = click_rows(3, 5)
+    file = write_rows(tmp_path / "a.parquet", table.set_column(0, "click", pa.array([1.0, None, 0.0], pa.float32())))
+    found, err = tpurec("evaluate", run, file, "--scores", tmp_path / "scores.parquet")
+    assert (found["eval_rows"], found["missing_labels"]) == (3, 1) and found["auc"] in (0.0, 1.0)
+    assert "1 of 3 rows have no label" in err
+    scores = pq.read_table(tmp_path / "scores.parquet")
+    assert scores["label"].to_pylist() == [1.0, None, 0.0] and scores["score"].null_count == 0
+    same = write_rows(tmp_path / "b.parquet", table.set_column(0, "click", pa.array([1.0] * 3, pa.float32())))
+    found, err = tpurec("evaluate", run, same)
+    assert found["auc"] is None and found["log_loss"] > 0
+    assert "warning: the data: all 3 labels are 1: AUC is undefined" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["train", "nowhere.toml"], 1, "nowhere.toml: no such file"),
+        (["train", "{recipe}", "--set", "train.bach_size=3"], 1, "unknown key 'train.bach_size'"),
+        (["train", "{recipe}", "--set", "data.train=nowhere"], 1, "data.train: nowhere: no such file or folder"),
+        (["train", "{recipe}", "--engine", "spark"], 2, "spark"),
+        (["train"], 2, "recipe"),
+        (["evaluate", "nowhere", "{data}"], 1, "nowhere: is not a RUN"),
+        (["evaluate", "{run}", "nowhere"], 1, "DATA: nowhere: no such file or folder"),
+        (["evaluate", "{run}"], 2, "DATA"),
+    ],
+)
+def test_mistakes_are_one_line_with_the_right_exit_code_and_leave_nothing(
+    trained, clicks, tmp_path, monkeypatch, capsys, words, code, message
+):
+    run, recipe, _ = trained
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([word.format(recipe=recipe, run=run, data=clicks / "test") for word in words])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == code and out == ""
+    assert message in " ".join(err.split()) and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def until_checkpoint(process: subprocess.Popen, run: Run, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(list_checkpoints(run.checkpoints)) < count:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.multiprocess
+def test_killed_with_sigkill_in_mid_epoch_and_rerun_gives_the_same_numbers_to_the_bit(trained, tmp_path):
+    """cases 24, 25"""
+    whole, recipe, result = trained
+    run = Run(tmp_path / "run")
+    process = start("train", recipe, "--out", run.path)
+    until_checkpoint(process, run, 2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not run.result_file.exists()
+    resumed, err = tpurec("train", recipe, "--out", run.path)
+    assert "resuming at step" in err
+    assert numbers(resumed) == numbers(result)
+    lines = [[numbers(line) for line in read_metrics(path / "metrics.jsonl")] for path in (whole, run.path)]
+    assert lines[0] == lines[1]
+    weights = [load_run(path).model.state_dict() for path in (whole, run.path)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_exits_with_130_and_the_run_can_be_resumed(trained, tmp_path, how):
+    _, recipe, result = trained
+    run = Run(tmp_path / "run")
+    process = start("train", recipe, "--out", run.path, "--json")
+    until_checkpoint(process, run, 1)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted" in err and "Traceback" not in err
+    assert json.loads(out)["error"]["message"] == "interrupted."
+    assert all(path.name.startswith("step-") for path in run.checkpoints.iterdir()), "nothing is half-written"
+    resumed, _ = tpurec("train", recipe, "--out", run.path)
+    assert numbers(resumed) == numbers(result)
+
+
+@pytest.mark.multiprocess
+def test_a_second_process_is_refused_while_the_first_trains(trained, tmp_path):
+    _, recipe, _ = trained
+    run = Run(tmp_path / "run")
+    first = start("train", recipe, "--out", run.path, "--set", "train.epochs=1000")
+    try:
+        until_checkpoint(first, run, 1)
+        refused, _ = tpurec("train", recipe, "--out", run.path, "--set", "train.epochs=1000", code=1)
+        assert "another process is training into this RUN" in refused["error"]["message"]
+    finally:
+        first.kill()
+        first.communicate()

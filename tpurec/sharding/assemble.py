@@ -232,6 +232,8 @@ def placement_of(space: Space, placed: Sequence[PlacedTable]) -> Placement:
     for item in space.items:
         entry = by_name[space.tables[item.tables[0]].name]
         owners = entry.ranks
+        if entry.sharding == "column_wise":
+            owners = tuple(rank for shard in entry.shards for rank in shard.ranks)  # a rank may own several
         fitting = []
         for number, choice in enumerate(item.choices):
             exchange = entry.exchange in ("none", choice.exchange) or choice.sharding != "row_wise"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from math import ceil
@@ -12,6 +13,7 @@ from tpurec.sharding.assumptions import Assumptions
 from tpurec.sharding.bound import lower_bound
 from tpurec.sharding.costs import CostModel
 from tpurec.sharding.plan import Estimates, Infeasible, PlacedTable, Plan, Problem
+from tpurec.sharding.remedies import find_remedies
 from tpurec.sharding.search import Found, search
 from tpurec.sharding.space import NUM_PARTS, Space
 from tpurec.sharding.tables import TableSpec, check_names
@@ -50,7 +52,15 @@ def plan(
     begun = time.perf_counter()
     given = assumptions or Assumptions()
     slice_ = SliceTopology.parse(slice_) if isinstance(slice_, str) else slice_
-    tables = list(tables)
+    answer = _plan_once(list(tables), slice_, batch_size, given, seconds)
+    if isinstance(answer, Infeasible):
+        answer = _with_remedies(answer, list(tables), slice_, given, seconds)
+    return dataclasses.replace(answer, plan_seconds=time.perf_counter() - begun)
+
+
+def _plan_once(
+    tables: list[TableSpec], slice_: SliceTopology, batch_size: int, given: Assumptions, seconds: float | None
+) -> Plan | Infeasible:
     space = make_space(tables, slice_, batch_size, given)
     impossible = [found for table in tables for found in _alone_too_large(space, table)]
     found = search(space, tables, slice_, given, seconds)
@@ -67,7 +77,6 @@ def plan(
             hbm_bytes_capacity=estimates.hbm_bytes_capacity,
             hbm_bytes_budget=estimates.hbm_bytes_budget,
             hbm_parts=estimates.hbm_parts,
-            plan_seconds=time.perf_counter() - begun,
         )
     if found.optimal:
         proven, kind = found.cost.seconds, "enumeration"
@@ -82,9 +91,19 @@ def plan(
         rungs=assembly.rungs(),
         assumptions=space.model.assume,
         estimates=assembly.estimates(proven, kind),
-        plan_seconds=time.perf_counter() - begun,
         stopped_early=found.stopped_early,
     )
+
+
+def _with_remedies(
+    answer: Infeasible, tables: list[TableSpec], slice_: SliceTopology, given: Assumptions, seconds: float | None
+) -> Infeasible:
+    def again(changed: Sequence[TableSpec], where: SliceTopology) -> Plan | Infeasible:
+        return _plan_once(list(changed), where, answer.batch_size, given, seconds)
+
+    worst = answer.problems[0]
+    ways = find_remedies(tables, slice_, worst.table, again)
+    return dataclasses.replace(answer, problems=(dataclasses.replace(worst, remedies=ways), *answer.problems[1:]))
 
 
 def evaluate(

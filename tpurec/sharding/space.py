@@ -167,7 +167,7 @@ class State:
         self.padded += sign * chosen.padded
         self.pair_ids += sign * chosen.pair_ids
         if len(ranks):
-            self.load[ranks] += sign * chosen.lump
+            np.add.at(self.load, ranks, sign * chosen.lump)  # a plan from elsewhere may repeat a rank
         for bit in range(len(LATENCY_FLAGS)):
             self.flags[bit] += sign * (chosen.flags >> bit & 1)
 

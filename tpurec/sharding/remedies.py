@@ -1,0 +1,111 @@
+"""If tables do not fit: what would help, cheapest first, each checked by planning it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tpurec.sharding.plan import Infeasible, Plan
+from tpurec.sharding.tables import TableSpec
+from tpurec.topology.slices import SliceTopology, larger
+
+Planner = Callable[[Sequence[TableSpec], SliceTopology], Plan | Infeasible]
+_LARGER_SLICES = 6
+
+
+def find_remedies(
+    tables: Sequence[TableSpec], slice_: SliceTopology, table: str, planner: Planner
+) -> tuple[dict[str, Any], ...]:
+    """Try ways out of a plan that does not fit.
+
+    Args:
+        tables: all tables.
+        slice_: where they do not fit.
+        table: the table that is in the way.
+        planner: plans tables on a slice, everything else unchanged; may raise ConfigError.
+
+    Returns:
+        What fits: dicts with `action`, `slice`, `num_chips`, `step_seconds` and `hbm_bytes_max` of the plan it gives.
+        Changes to one table come before changes to all, and the smallest slice that fits comes last. If only several
+        changes together help, they are one entry.
+    """
+    from tpurec.errors import ConfigError
+
+    found = []
+    for action, changed in _changes(list(tables), table):
+        if found and action.startswith("together"):
+            continue
+        answer = _try(planner, changed, slice_, ConfigError)
+        if answer is not None:
+            found.append(_describe(action, answer))
+    for bigger in larger(slice_, _LARGER_SLICES):
+        answer = _try(planner, tables, bigger, ConfigError)
+        if answer is not None:
+            found.append(
+                _describe(f"use {bigger.name} ({bigger.num_chips} chips instead of {slice_.num_chips})", answer)
+            )
+            break
+    else:
+        free = [_freed(entry) for entry in tables]
+        if free != list(tables):
+            for bigger in larger(slice_, _LARGER_SLICES):
+                answer = _try(planner, free, bigger, ConfigError)
+                if answer is not None:
+                    text = f"use {bigger.name} ({bigger.num_chips} chips) and allow every sharding"
+                    found.append(_describe(text, answer))
+                    break
+    return tuple(found)
+
+
+def _try(planner: Planner, tables: Sequence[TableSpec], slice_: SliceTopology, refused: type[Exception]) -> Plan | None:
+    try:
+        answer = planner(tables, slice_)
+    except refused:  # such as a batch that the larger slice cannot share evenly
+        return None
+    return answer if isinstance(answer, Plan) else None
+
+
+def _describe(action: str, answer: Plan) -> dict[str, Any]:
+    estimates = answer.estimates
+    assert estimates is not None
+    return {
+        "action": action,
+        "slice": answer.slice,
+        "num_chips": answer.topology.num_chips,
+        "step_seconds": estimates.step_seconds,
+        "hbm_bytes_max": estimates.hbm_bytes_max,
+    }
+
+
+def _changes(tables: list[TableSpec], name: str) -> Iterator[tuple[str, list[TableSpec]]]:
+    """Ways to change the tables, the least intrusive first; those that change nothing are left out."""
+    steps: list[tuple[str, str, Callable[[TableSpec], TableSpec]]] = [
+        ("allow every sharding", "sharding", _freed),
+        ("rowwise_adagrad in place of {}", "optimizer", _light_state),
+        ("bfloat16 weights", "dtype", _half),
+    ]
+    for text, _, change in steps:
+        one = [change(entry) if entry.name == name else entry for entry in tables]
+        everything = [change(entry) for entry in tables]
+        target = next(entry for entry in tables if entry.name == name)
+        if one != tables:
+            yield f"table {name!r}: {text.format(target.optimizer)}", one
+        if everything not in (tables, one):
+            yield f"all tables: {text.format('their optimizers')}", everything
+    together = [_half(_light_state(_freed(entry))) for entry in tables]
+    if together != tables:
+        yield "together, for all tables: every sharding, rowwise_adagrad, bfloat16 weights", together
+
+
+def _freed(table: TableSpec) -> TableSpec:
+    return dataclasses.replace(table, allow=None, forbid=(), pin=None, pin_ranks=None, keep_together=None)
+
+
+def _light_state(table: TableSpec) -> TableSpec:
+    heavy = table.optimizer in ("adagrad", "adam", "partial_rowwise_adam")
+    return dataclasses.replace(table, optimizer="rowwise_adagrad") if heavy else table
+
+
+def _half(table: TableSpec) -> TableSpec:
+    return dataclasses.replace(table, dtype="bfloat16") if table.dtype == "float32" else table

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import inspect
 import textwrap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax._src.pallas.mosaic import core as mosaic_core
 from jax._src.pallas.mosaic import sc_core, tpu_info
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as ipc
+from jax._src.pallas.mosaic.interpret import thread_map
 from jax.experimental.pallas import tpu as pltpu
 
 from tests.kernels.tools.sparsecore_rules import RULES, Machine
@@ -67,6 +69,26 @@ def check_sources() -> None:
     for name, expected in SOURCES.items():
         found = hashlib.sha256(inspect.getsource(getattr(ipc, name)).encode()).hexdigest()[:16]
         assert found == expected, f"jax's {name} has changed: its source hashes to {found}, expected {expected}"
+
+
+class _CompiledOnce:
+    """Runs a subcore's program; jax would have every thread compile it again, which is most of the time.
+
+    The programs are large and their arithmetic is small, so they are compiled without optimisation.
+    """
+
+    def __init__(self) -> None:
+        self.programs: dict[int, tuple] = {}
+        self.lock = threading.Lock()
+
+    def __call__(self, jaxpr, consts, *arguments) -> None:
+        with self.lock:
+            if id(jaxpr) not in self.programs:
+                evaluate = jax.jit(lambda consts, *arguments: jax.core.eval_jaxpr(jaxpr, consts, *arguments))
+                lowered = evaluate.trace(consts, *arguments).lower()
+                compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+                self.programs[id(jaxpr)] = (jaxpr, compiled)  # the jaxpr is kept, so that its id stays its own
+        self.programs[id(jaxpr)][1](consts, *arguments)
 
 
 @contextmanager
@@ -140,6 +162,7 @@ def interpreter(
         "interpret_pallas_call": call,
         "_local_core_id_or_zero_if_hbm": owner,
     }
+    run_jaxpr = thread_map._run_jaxpr
     had = tpu_info.registry.get("cpu")
     tpu_info.registry["cpu"] = lambda: tpu_info._get_tpu_info_impl(version, 1)
     tpu_info.get_tpu_info.cache_clear()
@@ -147,10 +170,12 @@ def interpreter(
     try:
         for name, function in patches.items():
             setattr(ipc, name, function)
+        thread_map._run_jaxpr = _CompiledOnce()
         yield Interpreter(machine, pltpu.InterpretParams(detect_races=detect_races))
     finally:
         for name, function in originals.items():
             setattr(ipc, name, function)
+        thread_map._run_jaxpr = run_jaxpr
         del ipc._sparsecore_rules
         if had is None:
             del tpu_info.registry["cpu"]

@@ -285,9 +285,21 @@ def _split_indirect(ref: Any, aval: Any) -> tuple[Any, Any, Any, Any, Any]:
     return base, transforms, None, None, None
 
 
+def _pieces_of_row(row: int, base_shape: tuple[int, ...], indexed_shape: tuple[int, ...]) -> list[Any]:
+    """Where a row of a reshaped two-dimensional buffer lies: jax's interpreter does not know reshaped buffers."""
+    width, lanes = indexed_shape[1], base_shape[1]
+    pieces, start, end = [], row * width, (row + 1) * width
+    while start < end:
+        line, column = divmod(start, lanes)
+        size = min(lanes - column, end - start)
+        pieces.append((indexing.NDIndexer((line, indexing.Slice(column, size)), base_shape, ()),))
+        start += size
+    return pieces
+
+
 def _start_callback(
     token, device_id, core, gather, source, destination, before, rest, index_list, values, semaphore, num_bytes,
-    *, indexed_shape, ignored, source_info,
+    *, base_shape, indexed_shape, ignored, source_info,
 ):  # fmt: skip
     memory = ipc._get_shared_memory()
     device, core, gather = int(device_id), int(core), bool(gather)
@@ -312,6 +324,9 @@ def _start_callback(
     def read(place, transforms):
         return ipc.get.__wrapped__(None, device, core, place[0], place[1], transforms, **how())[1]
 
+    def write(place, transforms, data):
+        ipc.store.__wrapped__(None, device, core, place[0], place[1], transforms, data, **how())
+
     def run():
         rows = read(index_list, index_list[2]) if values is None else values
         for n, row in enumerate(np.asarray(rows).tolist()):
@@ -319,14 +334,20 @@ def _start_callback(
                 continue
             if not 0 <= row < indexed_shape[0]:
                 raise IndexError(f"index {row} of an indirect DMA is outside of [0, {indexed_shape[0]})")
-            here = (*before, indexing.NDIndexer((row, *rest), indexed_shape, ()))
-            if gather:
-                data = read(source, here)
-                place, transforms = destination, (*destination[2], _Major(n))
+            if before and isinstance(before[0], state_types.ReshapeTransform):
+                pieces = _pieces_of_row(row, base_shape, indexed_shape)
             else:
-                data = read(source, (*source[2], _Major(n)))
-                place, transforms = destination, here
-            ipc.store.__wrapped__(None, device, core, place[0], place[1], transforms, data, **how())
+                pieces = [(*before, indexing.NDIndexer((row, *rest), indexed_shape, ()))]
+            if gather:
+                found_pieces = [read(source, piece) for piece in pieces]
+                data = found_pieces[0] if len(pieces) == 1 else np.concatenate(found_pieces)
+                write(destination, (*destination[2], _Major(n)), data)
+            else:
+                data, done = read(source, (*source[2], _Major(n))), 0
+                for piece in pieces:
+                    size = piece[-1].indices[-1].size if len(pieces) > 1 else None
+                    write(destination, piece, data if size is None else data[done : done + size])
+                    done += size or 0
         tick()
         found.signal(num_bytes, global_core, clock=clock, logging_info=None)
 
@@ -368,7 +389,13 @@ def _dma_start(eqn, read_inputs, context, token, interpret):
     listed_place = (_memory_space(listed_aval), base, ())
     other_place = (_memory_space(other_base_aval), other[0], tuple(other[1]))
     semaphore, semaphore_transforms = mosaic_primitives._get_ref_and_transforms(semaphore)
-    run = functools.partial(_start_callback, indexed_shape=indexed_shape, ignored=ignored, source_info=eqn.source_info)
+    run = functools.partial(
+        _start_callback,
+        base_shape=listed_aval.shape,
+        indexed_shape=indexed_shape,
+        ignored=ignored,
+        source_info=eqn.source_info,
+    )
     token = callback.io_callback(
         ipc.fail_on_exception(run),
         TOKEN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -23,10 +24,12 @@ from serving.metrics import CONTENT_TYPE, Metrics
 from serving.openapi import PATHS, describe_score, docs_page
 from serving.request import parse_rows, read_body
 from tpurec.bundle import Bundle
-from tpurec.features import Columns
-from tpurec.features.rows import columns_from_rows
+from tpurec.features.rows import RowError, columns_from_rows
 
 logger = logging.getLogger("tpurec.serving")
+
+# Up to here, parsing in the event loop takes less than a millisecond, about what handing it to a thread would cost.
+_SMALL_BODY_BYTES = 16 << 10
 
 
 def create_app(bundle: Bundle, config: ServeConfig | None = None) -> FastAPI:
@@ -88,8 +91,8 @@ class _Service:
         self._bundle = bundle
         self._config = config
         self._metrics = metrics
-        self.batcher: MicroBatcher[Columns] = MicroBatcher(
-            self._score_batch,
+        self.batcher: MicroBatcher[list[dict[str, Any]], np.ndarray] = MicroBatcher(
+            self._score_requests,
             config.max_batch_rows,
             config.max_wait_ms / 1000,
             config.max_queue_rows,
@@ -118,34 +121,62 @@ class _Service:
             raise RequestError(408, "request_timeout", message, headers={"connection": "close"}) from None
         try:
             async with asyncio.timeout(self._config.request_seconds):
-                # A request is judged alone, before it joins a batch: what is wrong with it concerns no other.
-                columns = await asyncio.get_running_loop().run_in_executor(self._parsers, self._validate, body)
-                scores = await self.batcher.submit(columns)
+                rows = await self._parse(body)
+                scores = await self.batcher.submit(rows)
         except TimeoutError:
             message = f"No answer within {self._config.request_seconds:g} s; the service is busy."
             raise RequestError(504, "timeout", message) from None
         except QueueFull:
             message = f"More than {self._config.max_queue_rows} rows wait already; try again later."
             raise RequestError(503, "overloaded", message, headers={"retry-after": "1"}) from None
-        bad = np.flatnonzero(~np.isfinite(scores))
-        if len(bad):
-            logger.error("model %s gives %s for a row", self._bundle.version, scores[bad[0]])
-            raise RequestError(500, "not_finite", "The model's score for this row is not a number.", row=int(bad[0]))
         return _json({"scores": scores.tolist(), "model": self._bundle.version})
 
-    def _validate(self, body: bytes) -> Columns:
-        rows = parse_rows(body, self._config.max_request_rows)
-        parsed = columns_from_rows(self._bundle.transformer, rows)
-        self._metrics.ids(parsed.columns.counts)  # ids that policy `error` refuses are counted as well
-        if parsed.errors:
-            first = parsed.errors[0]
-            refused = len(rows) - len(parsed.good)
-            more = f" ({refused} of {len(rows)} rows are refused.)" if refused > 1 else ""
-            raise RequestError(422, "invalid_row", f"{first.message}.{more}", first.row, first.field)
-        return parsed.columns
+    async def _parse(self, body: bytes) -> list[dict[str, Any]]:
+        if len(body) <= _SMALL_BODY_BYTES:
+            return parse_rows(body, self._config.max_request_rows)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._parsers, parse_rows, body, self._config.max_request_rows)
 
-    def _score_batch(self, parts: list[Columns]) -> np.ndarray:
-        return self._bundle.predict(Columns.concat(parts))
+    def _score_requests(self, requests: list[list[dict[str, Any]]]) -> list[np.ndarray | Exception]:
+        """Judge and score several requests at once; the cost of both is per column far more than per row.
+
+        Every row is judged alone, so what is wrong with one request concerns no other.
+        """
+        parsed = columns_from_rows(self._bundle.transformer, [row for rows in requests for row in rows])
+        self._metrics.ids(parsed.columns.counts)  # ids that policy `error` refuses are counted as well
+        ends = np.cumsum([len(rows) for rows in requests])
+        errors = _errors_by_request(parsed.errors, ends)
+        scores = np.zeros(ends[-1], dtype=np.float32)
+        scores[parsed.good] = self._bundle.predict(parsed.columns)
+        answers: list[np.ndarray | Exception] = []
+        for number, (rows, end) in enumerate(zip(requests, ends, strict=True)):
+            own = scores[end - len(rows) : end]
+            if number in errors:
+                answers.append(_refusal(errors[number], len(rows)))
+            elif not np.isfinite(own).all():
+                row = int(np.flatnonzero(~np.isfinite(own))[0])
+                logger.error("model %s gives %s for a row", self._bundle.version, own[row])
+                message = "The model's score for this row is not a number."
+                answers.append(RequestError(500, "not_finite", message, row=row))
+            else:
+                answers.append(own)
+        return answers
+
+
+def _errors_by_request(errors: list[RowError], ends: np.ndarray) -> dict[int, list[RowError]]:
+    """Errors of the rows of several requests, by request, with row numbers as the request counts them."""
+    found: dict[int, list[RowError]] = {}
+    for error in errors:
+        number = int(np.searchsorted(ends, error.row, side="right"))
+        first = int(ends[number - 1]) if number else 0
+        found.setdefault(number, []).append(dataclasses.replace(error, row=error.row - first))
+    return found
+
+
+def _refusal(errors: list[RowError], num_rows: int) -> RequestError:
+    first, refused = errors[0], len({error.row for error in errors})
+    more = f" ({refused} of {num_rows} rows are refused.)" if refused > 1 else ""
+    return RequestError(422, "invalid_row", f"{first.message.removesuffix('.')}.{more}", first.row, first.field)
 
 
 class _Measure:

@@ -1,4 +1,4 @@
-"""Micro-batching: requests that wait at the same time are scored together, off the event loop."""
+"""Micro-batching: requests that wait at the same time are answered together, off the event loop."""
 
 from __future__ import annotations
 
@@ -6,21 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-import numpy as np
-
-
-class Rows(Protocol):
-    """What a request brings to a batch: validated rows."""
-
-    def __len__(self) -> int: ...
-
-
-R = TypeVar("R", bound=Rows)
+R = TypeVar("R", bound=Sized)
+A = TypeVar("A")
 
 
 class QueueFull(Exception):
@@ -30,19 +22,20 @@ class QueueFull(Exception):
 @dataclass(eq=False)
 class _Request(Generic[R]):
     rows: R
-    answer: asyncio.Future[np.ndarray]
+    answer: asyncio.Future[Any]
     arrived: float = field(default_factory=time.monotonic)
 
 
-class MicroBatcher(Generic[R]):
-    """Collects validated requests and scores them in batches, one batch at a time, in a thread of its own.
+class MicroBatcher(Generic[R, A]):
+    """Collects requests and answers them in batches, one batch at a time, in a thread of its own.
 
-    While a batch is scored the next one fills, so under load no request waits for the clock; only a request that finds
-    the scorer idle may wait `max_wait_seconds` for company. A request is never split: one that has more rows than a
-    batch may have is a batch of its own.
+    While a batch is worked on the next one fills, so under load no request waits for the clock; only a request that
+    finds the thread idle may wait `max_wait_seconds` for company. A request is never split: one that has more rows than
+    a batch may have is a batch of its own.
 
     Args:
-        score: from the rows of several requests to one score a row, float32, in order. Runs in the scoring thread.
+        work: from the rows of several requests to one answer a request, in order; an answer that is an exception is
+            raised for its request alone. Runs in the thread. If it raises, every request of the batch is tried alone.
         max_batch_rows: rows of a batch at which it no longer waits.
         max_wait_seconds: how long the first request of a batch waits for others.
         max_queue_rows: rows that may wait; beyond this `submit` raises QueueFull.
@@ -51,13 +44,13 @@ class MicroBatcher(Generic[R]):
 
     def __init__(
         self,
-        score: Callable[[list[R]], np.ndarray],
+        work: Callable[[list[R]], list[A | Exception]],
         max_batch_rows: int,
         max_wait_seconds: float,
         max_queue_rows: int,
         on_batch: Callable[[int, float], None] = lambda rows, seconds: None,
     ) -> None:
-        self._score = score
+        self._work = work
         self._max_batch_rows = max_batch_rows
         self._max_wait_seconds = max_wait_seconds
         self._max_queue_rows = max_queue_rows
@@ -66,7 +59,7 @@ class MicroBatcher(Generic[R]):
         self._waiting_rows = 0
         self._changed = asyncio.Event()
         self._closing = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch")
         self._loop_task: asyncio.Task[None] | None = None
 
     @property
@@ -86,18 +79,18 @@ class MicroBatcher(Generic[R]):
             await self._loop_task
         self._thread.shutdown()
 
-    async def submit(self, rows: R) -> np.ndarray:
-        """Score one request's rows, together with others.
+    async def submit(self, rows: R) -> A:
+        """Have one request answered, together with others.
 
         Args:
-            rows: rows that have passed validation: a failure here fails the whole batch.
+            rows: the request.
 
         Returns:
-            float32 [len(rows)].
+            Its answer.
 
         Raises:
             QueueFull: too many rows wait already, or the batcher is closed.
-            Exception: what `score` raised for this request's rows.
+            Exception: what `work` answered or raised for this request.
         """
         if self._closing or (self._waiting and self._waiting_rows + len(rows) > self._max_queue_rows):
             raise QueueFull
@@ -108,11 +101,11 @@ class MicroBatcher(Generic[R]):
         try:
             return await request.answer
         finally:
-            if not request.answer.done() or request.answer.cancelled():  # given up by its client: do not score it
+            if not request.answer.done() or request.answer.cancelled():  # given up: do no work for it
                 self._drop(request)
 
     def _drop(self, request: _Request[R]) -> None:
-        with contextlib.suppress(ValueError):  # its batch is being scored already
+        with contextlib.suppress(ValueError):  # it is being worked on already
             self._waiting.remove(request)
             self._waiting_rows -= len(request.rows)
 
@@ -151,21 +144,20 @@ class MicroBatcher(Generic[R]):
 
     async def _answer(self, batch: list[_Request[R]]) -> None:
         started = time.monotonic()
-        loop = asyncio.get_running_loop()
+        requests = [request.rows for request in batch]
         try:
-            scores = await loop.run_in_executor(self._thread, self._score, [request.rows for request in batch])
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._work, requests)
         except Exception as error:
-            if len(batch) == 1:
-                if not batch[0].answer.done():
-                    batch[0].answer.set_exception(error)
+            if len(batch) > 1:  # one of them is at fault: the others must not pay for it
+                for request in batch:
+                    await self._answer([request])
                 return
-            for request in batch:  # one of them is at fault: the others must not pay for it
-                await self._answer([request])
-            return
-        self._on_batch(len(scores), time.monotonic() - started)
-        start = 0
-        for request in batch:
-            stop = start + len(request.rows)
-            if not request.answer.done():
-                request.answer.set_result(scores[start:stop])
-            start = stop
+            answers = [error]
+        self._on_batch(sum(map(len, requests)), time.monotonic() - started)
+        for request, answer in zip(batch, answers, strict=True):
+            if request.answer.done():
+                continue
+            if isinstance(answer, Exception):
+                request.answer.set_exception(answer)
+            else:
+                request.answer.set_result(answer)

@@ -1,4 +1,4 @@
-"""Requests that wait together are scored together, and none pays for another."""
+"""Requests that wait together are answered together, and none pays for another."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ class Scorer:
         assert self.go.wait(10)
         if any(value < 0 for part in parts for value in part):
             raise ArithmeticError("a negative number")
-        return np.array([2 * value for part in parts for value in part], np.float32)
+        return [KeyError("refused") if 777 in part else np.array([2 * value for value in part]) for part in parts]
 
 
 def _run(scenario, *, scorer=None, max_batch_rows=8, max_wait_seconds=0.05, max_queue_rows=100, **more):
@@ -99,6 +99,17 @@ def test_a_request_whose_rows_break_the_scorer_fails_alone():
     answers, _ = _run(scenario)
     assert answers[0].tolist() == [2] and answers[2].tolist() == [6]
     assert isinstance(answers[1], ArithmeticError)
+
+
+def test_an_answer_that_is_an_exception_is_raised_for_its_request_alone():
+    async def scenario(batcher, scorer):
+        requests = [batcher.submit([1]), batcher.submit([777, 1]), batcher.submit([3])]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    answers, scorer = _run(scenario)
+    assert answers[0].tolist() == [2] and answers[2].tolist() == [6]
+    assert isinstance(answers[1], KeyError)
+    assert scorer.batches == [[1, 2, 1]]
 
 
 def test_a_request_that_was_given_up_is_not_scored():

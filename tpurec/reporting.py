@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+PIPED_WIDTH = 120
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
 
 
@@ -36,6 +38,8 @@ class Reporter:
         self.as_json = as_json
         self.err = Console(stderr=True, highlight=False)
         self.out = Console(highlight=False)
+        if not self.out.is_terminal:
+            self.out.width = PIPED_WIDTH  # a file or pager has no width of its own; 80 would cut tables
 
     def log(self, message: str) -> None:
         """Print one line on stderr.

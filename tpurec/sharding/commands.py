@@ -22,7 +22,7 @@ def plan(
     ],
     slice_: Annotated[
         list[str],
-        typer.Option("--slice", help="Slice, such as v6e-64, v5p-128, tpu7x:4x4x4, cpu-4. Repeat it to compare slices."),
+        typer.Option("--slice", help="Slice: v6e-64, v5p-128, tpu7x:4x4x4, cpu-4, ... Repeat it to compare slices."),
     ],
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Global examples per step; by default what TABLES says.")
@@ -43,7 +43,8 @@ def plan(
         int | None, typer.Option(min=1, help="Columns of the tables when TABLES is a Parquet data set.")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the recipe or TOML list.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the recipe or list."),
     ] = None,
     max_tables: Annotated[
         int, typer.Option(min=0, help="Tables to list one by one; --json and --report have all of them.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -62,7 +62,7 @@ def print_plan(console: Console, found: dict[str, Any], dims: Sequence[int], max
     head = Text(f"{found['slice']}  ", style="bold")
     head.append("fits" if fits else "does not fit", style="bold green" if fits else "bold red")
     shape = " x ".join(map(str, dims))
-    head.append(f"  {found['num_chips']:,} chips ({shape}), {found['num_ranks']:,} ranks")
+    head.append(f"  {_counted(found['num_chips'], 'chip')} ({shape}), {_counted(found['num_ranks'], 'rank')}")
     if fits:
         idle = found["idle_ranks"]
         head.append(f", {idle:,} idle" if idle else ", none idle", style="bold red" if idle else "")
@@ -96,6 +96,10 @@ def print_plan(console: Console, found: dict[str, Any], dims: Sequence[int], max
     console.print("Times are estimates of a cost model; not measured on hardware.", style="dim")
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _print_problems(console: Console, found: dict[str, Any]) -> None:
     for problem in found["problems"]:
         missing = f" ({size(problem['bytes_missing'])} missing)" if problem["bytes_missing"] else ""
@@ -124,7 +128,7 @@ def _print_tables(console: Console, tables: list[dict[str, Any]], max_tables: in
     console.print(f"The {min(TOP_TABLES, len(costly))} most expensive tables:")
     top = Table(box=None, padding=(0, 2, 0, 2), header_style="bold")
     for name in ("table", "sharding", "time a step", "why"):
-        top.add_column(name, overflow="fold")
+        top.add_column(name, no_wrap=name != "why")
     for table in costly[:TOP_TABLES]:
         top.add_row(table["name"], table["sharding"], duration(table["seconds"]), table["reason"])
     console.print(top)
@@ -133,9 +137,9 @@ def _print_tables(console: Console, tables: list[dict[str, Any]], max_tables: in
     console.print("All tables:" if len(costly) <= max_tables else f"The first {max_tables} of {len(costly)} tables:")
     listing = Table(box=None, padding=(0, 2, 0, 2), header_style="bold")
     for name, side in (("table", "left"), ("sharding", "left"), ("exchange", "left"), ("ranks", "right")):
-        listing.add_column(name, justify=side, overflow="fold")
-    listing.add_column("bytes a rank", justify="right")
-    listing.add_column("time a step", justify="right")
+        listing.add_column(name, justify=side, no_wrap=True)
+    listing.add_column("bytes a rank", justify="right", no_wrap=True)
+    listing.add_column("time a step", justify="right", no_wrap=True)
     for table in tables[:max_tables]:
         listing.add_row(
             table["name"],
@@ -171,33 +175,30 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def print_side_by_side(console: Console, answers: list[dict[str, Any]]) -> None:
-    """Print several slices' answers as one table.
+    """Print several slices' answers, a column each.
 
     Args:
         console: where.
         answers: one summary a slice.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    priced = any(found.get("cost_per_million_examples") is not None for found in answers)
-    names = ["slice", "fits", "chips", "step", "samples/s", "samples/s a chip", "x bound", "HBM fullest", "idle ranks"]
-    for name in names + (["cost / 1M"] if priced else []):
-        table.add_column(name, justify="left" if name == "slice" else "right")
+    table.add_column("", no_wrap=True)
     for found in answers:
-        if not found["fits"]:
-            used = f"{found['hbm_bytes_max'] / found['hbm_bytes_capacity']:.0%}" if found["hbm_bytes_max"] else "-"
-            cells = [found["slice"], "no", f"{found['num_chips']:,}", "-", "-", "-", "-", used, "-"]
-        else:
-            cells = [
-                found["slice"],
-                "yes",
-                f"{found['num_chips']:,}",
-                duration(found["step_seconds"]),
-                f"{found['samples_per_second']:,.0f}",
-                f"{found['samples_per_second'] / found['num_chips']:,.0f}",
-                f"{found['step_seconds'] / found['lower_bound_seconds']:.3f}",
-                f"{found['hbm_bytes_max'] / found['hbm_bytes_capacity']:.0%}",
-                f"{found['idle_ranks']:,}",
-            ]
-        cost = found.get("cost_per_million_examples")
-        table.add_row(*cells, *([f"{cost:.4g}" if cost is not None else "-"] if priced else []))
+        table.add_column(found["slice"], justify="right", no_wrap=True)
+    lines: list[tuple[str, Callable[[dict[str, Any]], str], bool]] = [
+        ("fits", lambda found: "yes" if found["fits"] else "no", False),
+        ("chips", lambda found: f"{found['num_chips']:,}", False),
+        ("ranks", lambda found: f"{found['num_ranks']:,}", False),
+        ("idle ranks", lambda found: f"{found['idle_ranks']:,}", True),
+        ("step", lambda found: duration(found["step_seconds"]), True),
+        ("x lower bound", lambda found: f"{found['step_seconds'] / found['lower_bound_seconds']:.3f}", True),
+        ("samples/s", lambda found: f"{found['samples_per_second']:,.0f}", True),
+        ("samples/s a chip", lambda found: f"{found['samples_per_second'] / found['num_chips']:,.0f}", True),
+        ("HBM, fullest rank", lambda found: f"{found['hbm_bytes_max'] / found['hbm_bytes_capacity']:.0%}", False),
+    ]
+    if any(found.get("cost_per_million_examples") is not None for found in answers):
+        lines.append(("cost / 1M examples", lambda found: f"{found['cost_per_million_examples']:.4g}", True))
+    for name, show, needs_plan in lines:
+        table.add_row(name, *("-" if needs_plan and not found["fits"] else show(found) for found in answers))
     console.print(table)
+    console.print("Times are estimates of a cost model; not measured on hardware.", style="dim")

@@ -192,3 +192,21 @@ def test_a_torchrec_model_is_planned_by_its_collections(tmp_path, monkeypatch):
     assert [(t.name, t.num_embeddings, t.embedding_dim, len(t.features)) for t in found.tables] == [("t", 100, 8, 2)]
     # DLRM: (3*8+8) + (8*8+8) dense, (8 + 3 pairs)*4+4 and 4+1 over.
     assert found.assumptions.dense_parameters == 32 + 72 + 48 + 5
+
+
+def test_plan_diff_says_what_moves(run, tables, tmp_path, capsys):
+    for name, slice_ in (("a", "v6e-4"), ("b", "v6e-8")):
+        assert run(tables, "--slice", slice_, "--out", tmp_path / f"{name}.json")[0] == 0
+
+    def compare(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["plan-diff", *map(str, arguments)])
+        return caught.value.code, capsys.readouterr().out
+
+    code, out = compare(tmp_path / "a.json", tmp_path / "a.json", "--json")
+    assert code == 0 and json.loads(out)["bytes_moved"] == 0
+    code, out = compare(tmp_path / "a.json", tmp_path / "b.json", "--json")
+    found = json.loads(out)
+    assert 0 < found["bytes_moved"] <= found["bytes_total"]
+    assert sum(table["bytes_moved"] for table in found["tables"]) == found["bytes_moved"]
+    assert "move" in compare(tmp_path / "a.json", tmp_path / "b.json")[1]

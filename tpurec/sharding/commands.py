@@ -109,3 +109,17 @@ def _print(reporter: Reporter, answers: list[dict[str, Any]], slices: list[Any],
                 reporter.log(f"{key} written to {answers[0][key]} ({size(Path(answers[0][key]).stat().st_size)})")
     else:
         reporter.result({"slices": answers}, lambda out: print_side_by_side(out, answers))
+
+
+def plan_diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help="Plan file as written by `tpurec plan --out`.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another plan of the same tables, also of another slice.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Say what changes between two plans, and how many bytes going from A to B would move."""
+    from tpurec.sharding.plan import Plan
+    from tpurec.sharding.replan import diff
+    from tpurec.sharding.summary import print_diff
+
+    found = diff(Plan.load(before), Plan.load(after)).summary()
+    Reporter(as_json).result(found, lambda out: print_diff(out, found))

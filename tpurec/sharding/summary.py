@@ -202,3 +202,33 @@ def print_side_by_side(console: Console, answers: list[dict[str, Any]]) -> None:
         table.add_row(name, *("-" if needs_plan and not found["fits"] else show(found) for found in answers))
     console.print(table)
     console.print("Times are estimates of a cost model; not measured on hardware.", style="dim")
+
+
+def print_diff(console: Console, found: dict[str, Any]) -> None:
+    """Print the difference of two plans.
+
+    Args:
+        console: where.
+        found: `PlanDiff.summary()`.
+    """
+    changed = [table for table in found["tables"] if table["changed"]]
+    share = found["bytes_moved"] / found["bytes_total"] if found["bytes_total"] else 0.0
+    console.print(f"{found['before']} -> {found['after']}", style="bold")
+    console.print(
+        f"  {len(changed)} of {len(found['tables'])} tables change; {size(found['bytes_moved'])} of "
+        f"{size(found['bytes_total'])} move ({share:.0%})"
+    )
+    for name, show in (("step_seconds", duration), ("hbm_bytes_max", size)):
+        old, new = found[name]
+        if old is not None and new is not None:
+            what = "step" if name == "step_seconds" else "HBM of the fullest rank"
+            console.print(f"  {what}: {show(old)} -> {show(new)}")
+    if not changed:
+        return
+    listing = Table(box=None, padding=(0, 2, 0, 2), header_style="bold")
+    for name in ("table", "before", "after"):
+        listing.add_column(name, no_wrap=True)
+    listing.add_column("bytes to move", justify="right", no_wrap=True)
+    for table in changed:
+        listing.add_row(table["name"], table["before"], table["after"], size(table["bytes_moved"]))
+    console.print(listing)

@@ -1,0 +1,62 @@
+"""`tpurec data`: make, convert and describe click logs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tpurec.reporting import JsonOption, Reporter
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+
+
+@app.callback()
+def data() -> None:
+    """Make, convert and describe click logs."""
+
+
+@app.command()
+def synth(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, with OUT/train and OUT/test.")],
+    rows: Annotated[int, typer.Option(min=10, help="Rows in all, test rows included.")],
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same rows.")] = 0,
+    log_format: Annotated[Literal["parquet", "tsv"], typer.Option("--format", help="File format.")] = "parquet",
+    multi_hot: Annotated[bool, typer.Option("--multi-hot", help="C10, C15, C18 and C25 hold lists of ids.")] = False,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="The lists carry a weight per id, in C10_weights and so on.")
+    ] = False,
+    test_share: Annotated[float, typer.Option(help="Share of the rows that goes to OUT/test.")] = 0.1,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an OUT that this command made.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; by default one per core, at most 4.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make synthetic click logs in Criteo's columns from a planted model, and print the best reachable AUC.
+
+    OUT holds train/, test/, schema.toml and manifest.json. The best reachable AUC is that of the planted click
+    probabilities on the labels of OUT/test; no model can be expected to beat it.
+    """
+    if not 0 < test_share < 1:
+        raise typer.BadParameter(f"{test_share} is not between 0 and 1", param_hint="--test-share")
+    from pipelines.data.synth import SynthConfig, synthesize
+
+    reporter = Reporter(as_json)
+    config = SynthConfig(rows, seed, log_format, multi_hot, weights, test_share)
+    with reporter.progress("synth", rows) as advance:
+        result = synthesize(
+            out, config, overwrite=overwrite, workers=workers or min(os.cpu_count() or 1, 4), progress=advance
+        )
+    if result.best_auc != result.best_auc:
+        reporter.warn(f"the {result.test_rows} test rows have one label only: AUC is undefined; ask for more rows.")
+    reporter.result(
+        {
+            "rows": result.rows,
+            "best_auc": result.best_auc,
+            "path": result.path,
+            "train_rows": result.train_rows,
+            "test_rows": result.test_rows,
+            "click_rate": result.click_rate,
+        }
+    )

@@ -208,6 +208,28 @@ def test_scores_that_training_does_not_share_stop_the_export(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_writing_builds_no_second_model(tmp_path, monkeypatch):
+    """Beside a trained model there may be no room for its tables again."""
+    import tpurec.models.build
+
+    def refuse(*arguments, **more):
+        raise AssertionError("a second model was built")
+
+    monkeypatch.setattr(tpurec.models.build, "build_model", refuse)
+    path = write_small_bundle(tmp_path / "b")
+    with pytest.raises(AssertionError):
+        Bundle.load(path)
+
+
+def test_a_recipe_that_does_not_say_the_model_stops_the_export(tmp_path):
+    with pytest.raises(BundleError, match=r"recipe\.toml \[model\]: unknown key 'nome'"):
+        write_bundle(
+            tmp_path / "b", model=small_model(small_schema()), schema=small_schema(), recipe_text="[model]\nnome='x'",
+            examples=small_table(3), expected_scores=np.full(3, 0.123, np.float32), metrics={}, source={},
+        )  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_table_with_a_name_that_is_no_file_name_stays_inside_the_bundle(tmp_path):
     names = ["a/b", "..x", "Käse %2F", "a~2"]
     features = tuple(

@@ -64,11 +64,32 @@ class Bundle:
             BundleError: not a bundle, another format version, or a file that is missing, damaged, or does not fit the
                 others; names the file and what to do.
         """
-        path = Path(path)
+        return cls._load(Path(path), None)
+
+    @classmethod
+    def reload(cls, path: str | Path, model: nn.Module) -> Bundle:
+        """Read a bundle as `load` does, but into a model that is there already: no table is held twice.
+
+        Args:
+            path: the folder.
+            model: of the bundle's structure; its weights are overwritten, and it goes into evaluation mode.
+
+        Returns:
+            The bundle.
+
+        Raises:
+            BundleError: as in `load`.
+        """
+        return cls._load(Path(path), model)
+
+    @classmethod
+    def _load(cls, path: Path, model: nn.Module | None) -> Bundle:
         manifest = read_manifest(path)
         check_files(path, manifest)
         schema = _read_schema(path, manifest)
-        model = _build(path, schema)
+        configs = _read_recipe(path)
+        if model is None:
+            model = _build(*configs, schema)
         load_weights(model, path, manifest)
         return cls(path, manifest, schema, model.eval())
 
@@ -170,16 +191,21 @@ def _read_schema(path: Path, manifest: Manifest) -> Schema:
     return schema
 
 
-def _build(path: Path, schema: Schema) -> nn.Module:
-    """The recipe's model; without an optimizer its tables have no state, and the lookup is that of training."""
-    from tpurec.models import build_model
-
+def _read_recipe(path: Path) -> tuple[ModelConfig, TablesConfig]:
     file = path / RECIPE
     try:
         recipe = read_toml(file)
         model = from_mapping(ModelConfig, recipe.get("model", {}), f"{file} [model]")
-        tables = from_mapping(TablesConfig, recipe.get("tables", {}), f"{file} [tables]")
-        return build_model(model, tables, schema)
+        return model, from_mapping(TablesConfig, recipe.get("tables", {}), f"{file} [tables]")
     except TpurecError as error:
         raise BundleError(error.problem, error.remedy) from None
 
+
+def _build(model: ModelConfig, tables: TablesConfig, schema: Schema) -> nn.Module:
+    """The recipe's model; without an optimizer its tables have no state, and the lookup is that of training."""
+    from tpurec.models import build_model
+
+    try:
+        return build_model(model, tables, schema)
+    except TpurecError as error:
+        raise BundleError(f"The bundle's model cannot be built: {error.problem}", error.remedy) from None

@@ -1,4 +1,4 @@
-"""Writing a bundle: into a temporary folder beside the target, checked by loading it, then renamed into place."""
+"""Writing a bundle: into a temporary folder beside the target, checked by loading it back, then renamed into place."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def write_bundle(
 
     Args:
         path: the folder to make. A bundle that is there is replaced; anything else that is there is left alone.
-        model: what `tpurec.models.build_model` gave, trained; plain or fused.
+        model: what `tpurec.models.build_model` gave, trained. To check the bundle it is loaded back into this very
+            model, so that no table is held twice; a failure may leave the model with other weights.
         schema: transforms the rows that the model was trained on.
         recipe_text: the resolved recipe, TOML; its sections [model] and [tables] rebuild the model.
         examples: at least one raw row, with every column of the schema's features.
@@ -82,7 +83,7 @@ def write_bundle(
     try:
         temporary.chmod(0o755)  # mkdtemp's 0700 would keep the service's user out
         manifest = _write_files(temporary, model, schema, recipe_text, examples, expected_scores, metrics, source)
-        Bundle.load(temporary).check_examples()
+        Bundle.reload(temporary, model).check_examples()
         for file in (*manifest.files, MANIFEST):
             _flush(temporary / file)
         _move_into_place(temporary, path)

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_LAST = jnp.iinfo(jnp.int32).max
+from tpurec.kernels.embedding_bag import bag_of_ids
+
+UNUSED = 2**31 - 1  # sorts behind every row
 
 
 class UniqueRows(NamedTuple):
@@ -36,33 +38,14 @@ class UniqueRows(NamedTuple):
     count: jax.Array
 
 
-def occurrences(ids_N: jax.Array, offsets: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """The bag of each id, and whether the id counts.
-
-    Args:
-        ids_N: int32 `[N]`.
-        offsets: int32 `[B + 1]`.
-        num_rows: rows of the storage.
-
-    Returns:
-        int32 `[N]` bags in [0, B), and bool `[N]`: false behind `offsets[-1]` and for ids outside of [0, num_rows).
-    """
-    num_bags, num_ids = offsets.shape[0] - 1, ids_N.shape[0]
-    position = jnp.arange(num_ids, dtype=jnp.int32)
-    used = (position < offsets[-1]) & (ids_N >= 0) & (ids_N < num_rows)
-    # The number of bags that end at or before a position, by counting the ends at each and summing up.
-    ends = jnp.zeros(num_ids, jnp.int32).at[offsets[1:]].add(1, mode="drop")
-    return jnp.minimum(jnp.cumsum(ends), max(num_bags - 1, 0)), used
-
-
 def occurrence_factors(
     bags_N: jax.Array, used_N: jax.Array, weights_N: jax.Array | None, num_bags: int, pooling: str
 ) -> jax.Array | None:
     """What each id's row is multiplied by in its bag, which is what its gradient is multiplied by, too.
 
     Args:
-        bags_N: int32 `[N]` of `occurrences`.
-        used_N: bool `[N]` of `occurrences`.
+        bags_N: int32 `[N]` of `bag_of_ids`.
+        used_N: bool `[N]` of `bag_of_ids`: the id counts.
         weights_N: float32 `[N]` or None.
         num_bags: B.
         pooling: `sum` or `mean`.
@@ -73,18 +56,58 @@ def occurrence_factors(
     if pooling == "sum":
         return weights_N
     ones = jnp.where(used_N, 1.0 if weights_N is None else weights_N, 0.0).astype(jnp.float32)
-    sums = jnp.zeros(num_bags, jnp.float32).at[bags_N].add(ones, mode="drop")[bags_N]
+    sums = jnp.zeros(num_bags, jnp.float32).at[bags_N].add(ones, mode="drop")[jnp.minimum(bags_N, num_bags - 1)]
     return jnp.where(sums == 0, 0.0, ones / jnp.where(sums == 0, 1.0, sums))
+
+
+class SortedOccurrences(NamedTuple):
+    """The ids in order; what does not count lies at the end.
+
+    Args:
+        rows_N: int32 `[N]`, ascending; the largest int32 where an id does not count.
+        bags_N: int32 `[N]` in [0, B).
+        factors_N: float32 `[N]`, by what the bag's gradient is multiplied for this occurrence; None for 1.
+        count: int32 scalar, the number of ids that count.
+    """
+
+    rows_N: jax.Array
+    bags_N: jax.Array
+    factors_N: jax.Array | None
+    count: jax.Array
+
+
+def sorted_occurrences(
+    ids_N: jax.Array, offsets: jax.Array, weights_N: jax.Array | None, num_rows: int, pooling: str
+) -> SortedOccurrences:
+    """Sort the ids with their bags and factors.
+
+    Args:
+        ids_N: int32 `[N]`, N > 0.
+        offsets: int32 `[B + 1]`, B > 0.
+        weights_N: float32 `[N]` or None.
+        num_rows: rows of the storage.
+        pooling: `sum` or `mean`.
+
+    Returns:
+        The occurrences; those of one row are neighbours.
+    """
+    bags_N, used_N = bag_of_ids(ids_N, offsets, num_rows)
+    factors_N = occurrence_factors(bags_N, used_N, weights_N, offsets.shape[0] - 1, pooling)
+    keys = jnp.where(used_N, ids_N, UNUSED)
+    bags_N = jnp.minimum(bags_N, offsets.shape[0] - 2)
+    payload = (bags_N,) if factors_N is None else (bags_N, factors_N)
+    keys, bags_N, *factors = lax.sort((keys, *payload), num_keys=1, is_stable=False)
+    return SortedOccurrences(keys, bags_N, factors[0] if factors else None, jnp.sum(used_N, dtype=jnp.int32))
 
 
 def unique_rows(
     ids_N: jax.Array, offsets: jax.Array, weights_N: jax.Array | None, num_rows: int, pooling: str
 ) -> UniqueRows:
-    """Sort ids, find the runs of equal ones, and compact the runs with a second sort.
+    """Sort the ids, find the runs of equal ones, and compact the runs with a second sort.
 
     Args:
-        ids_N: int32 `[N]`.
-        offsets: int32 `[B + 1]`.
+        ids_N: int32 `[N]`, N > 0.
+        offsets: int32 `[B + 1]`, B > 0.
         weights_N: float32 `[N]` or None.
         num_rows: rows of the storage.
         pooling: `sum` or `mean`.
@@ -92,21 +115,12 @@ def unique_rows(
     Returns:
         The rows, with at most N entries.
     """
-    num_ids = ids_N.shape[0]
-    if offsets.shape[0] == 1 or num_ids == 0:
-        empty = jnp.zeros(num_ids, jnp.int32)
-        return UniqueRows(empty - 1, jnp.zeros(num_ids + 1, jnp.int32), empty, None, jnp.int32(0))
-    bags_N, used_N = occurrences(ids_N, offsets, num_rows)
-    factors_N = occurrence_factors(bags_N, used_N, weights_N, offsets.shape[0] - 1, pooling)
-    keys = jnp.where(used_N, ids_N, _LAST)
-    payload = (bags_N,) if factors_N is None else (bags_N, factors_N)
-    keys, bags_N, *factors = lax.sort((keys, *payload), num_keys=1, is_stable=False)
-    position = jnp.arange(num_ids, dtype=jnp.int32)
-    starts_run = (keys != jnp.concatenate([jnp.full(1, -1, jnp.int32), keys[:-1]])) & (keys != _LAST)
-    num_used = jnp.sum(used_N, dtype=jnp.int32)
+    keys, bags_N, factors_N, num_used = sorted_occurrences(ids_N, offsets, weights_N, num_rows, pooling)
+    position = jnp.arange(ids_N.shape[0], dtype=jnp.int32)
+    starts_run = (keys != jnp.concatenate([jnp.full(1, -1, jnp.int32), keys[:-1]])) & (keys != UNUSED)
     count = jnp.sum(starts_run, dtype=jnp.int32)
     # Runs' starts move to the front, in order; the rest gets the largest keys.
-    starts, rows = lax.sort((jnp.where(starts_run, position, _LAST), keys), num_keys=1, is_stable=False)
+    starts, rows = lax.sort((jnp.where(starts_run, position, UNUSED), keys), num_keys=1, is_stable=False)
     filler = position >= count
     starts_N = jnp.append(jnp.where(filler, num_used, starts), num_used)
-    return UniqueRows(jnp.where(filler, -1, rows), starts_N, bags_N, factors[0] if factors else None, count)
+    return UniqueRows(jnp.where(filler, -1, rows), starts_N, bags_N, factors_N, count)

@@ -8,14 +8,17 @@ Legend: R rows, D dim, B bags, N ids (capacity).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from tpurec.errors import ConfigError
 from tpurec.kernels import dispatch
-from tpurec.kernels.dedup import occurrence_factors, occurrences
-from tpurec.kernels.optimizers import RowOptimizer, step
+from tpurec.kernels.dedup import occurrence_factors
+from tpurec.kernels.embedding_bag import bag_of_ids, check_arguments
+from tpurec.kernels.optimizers import RowOptimizer, rowwise_entries, step
 from tpurec.kernels.storage import Storage
 from tpurec.topology.chips import Chip
 
@@ -54,9 +57,9 @@ def reference(
     [1.0, 1.0, -1.0, 1.0]
     """
     num_rows = table_RD.shape[0]
-    bags_N, used_N = occurrences(ids_N, offsets, num_rows)
+    bags_N, used_N = bag_of_ids(ids_N, offsets, num_rows)
     factors_N = occurrence_factors(bags_N, used_N, weights_N, offsets.shape[0] - 1, pooling)
-    grads_ND = grads_BD[bags_N]
+    grads_ND = grads_BD[jnp.minimum(bags_N, offsets.shape[0] - 2)]
     if factors_N is not None:
         grads_ND = grads_ND * factors_N[:, None]
     rows_N = jnp.where(used_N, ids_N, num_rows)
@@ -70,8 +73,8 @@ def reference(
 
 
 def update(
-    parts: tuple[jax.Array, ...],
-    state: tuple[jax.Array, ...],
+    parts: Sequence[jax.Array],
+    state: Sequence[jax.Array],
     grads_BD: jax.Array,
     ids_N: jax.Array,
     offsets: jax.Array,
@@ -84,7 +87,7 @@ def update(
     chip: Chip | None = None,
     implementation: str | None = None,
     config: Any = None,
-    interpret: Any = None,
+    interpret: Any = False,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """`reference` on packed storage, in place if `parts` and `state` are donated to the enclosing jit.
 
@@ -111,10 +114,13 @@ def update(
         ConfigError: shapes or dtypes that do not belong together.
         KernelLimit: the named implementation cannot take the shape.
     """
-    shape = dispatch.Shape(
-        storage, offsets.shape[0] - 1, ids_N.shape[0], weights_N is not None, pooling, optimizer.name
-    )
+    ids_N, offsets = check_arguments(parts, ids_N, offsets, weights_N, storage)
+    _check_update(state, grads_BD, offsets, lr, storage, optimizer)
+    num_bags, num_ids = offsets.shape[0] - 1, ids_N.shape[0]
+    shape = dispatch.Shape(storage, num_bags, num_ids, weights_N is not None, pooling, optimizer.name)
     choice = dispatch.choose("embedding_update", shape, chip, implementation, config)
+    if num_bags == 0 or num_ids == 0:
+        return tuple(parts), tuple(state)
     return choice.module.run(
         parts,
         state,
@@ -123,13 +129,37 @@ def update(
         offsets,
         weights_N,
         lr,
-        storage=storage,
+        shape=shape,
         optimizer=optimizer,
-        pooling=pooling,
         chip=chip,
         config=choice.config,
         interpret=interpret,
     )
+
+
+def _check_update(
+    state: Sequence[jax.Array],
+    grads_BD: jax.Array,
+    offsets: jax.Array,
+    lr: jax.Array,
+    storage: Storage,
+    optimizer: RowOptimizer,
+) -> None:
+    expected = (offsets.shape[0] - 1, storage.dim)
+    if grads_BD.shape != expected or grads_BD.dtype != jnp.float32:
+        raise ConfigError(f"grads are {grads_BD.dtype}{grads_BD.shape}: expected float32 {expected}, one row per bag.")
+    if jnp.shape(lr) != () or jnp.result_type(lr) != jnp.float32:
+        raise ConfigError(f"lr is {jnp.result_type(lr)}{jnp.shape(lr)}: expected a float32 scalar.")
+    of_state = optimizer.state_storage(storage)
+    if of_state is not None:
+        shapes = [of_state.part_shape] * of_state.num_parts
+    else:
+        shapes = [(rowwise_entries(storage.num_rows),)] if optimizer.name == "rowwise_adagrad" else []
+    found = [(tuple(array.shape), str(array.dtype)) for array in state]
+    if found != [(one, "float32") for one in shapes]:
+        raise ConfigError(
+            f"state of {optimizer.name} is {found}: expected float32 arrays of {shapes}.", "Make it with pack_state."
+        )
 
 
 def least_hbm_bytes(

@@ -41,17 +41,33 @@ def run(
     weights_N: jax.Array | None,
     lr: jax.Array,
     *,
-    storage: Storage,
+    shape: Shape,
     optimizer: RowOptimizer,
-    pooling: str = "sum",
     chip: Chip | None = None,
     config: Config | None = None,
-    interpret: Any = None,
+    interpret: Any = False,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """As `tpurec.kernels.embedding_update.update`; `chip`, `config` and `interpret` make no difference."""
-    if ids_N.shape[0] == 0 or offsets.shape[0] == 1:
-        return tuple(parts), tuple(state)
-    unique = unique_rows(ids_N, offsets, weights_N, storage.num_rows, pooling)
+    """Combine gradients per unique row, gather these rows, step, scatter them.
+
+    Args:
+        parts: the storage's parts.
+        state: as of `optimizers.pack_state`.
+        grads_BD: float32 `[B, D]`.
+        ids_N: int32 `[N]`.
+        offsets: int32 `[B + 1]`.
+        weights_N: float32 `[N]` or None.
+        lr: float32 scalar.
+        shape: storage, sizes and pooling.
+        optimizer: the rule.
+        chip: not used.
+        config: not used.
+        interpret: not used; there is no kernel.
+
+    Returns:
+        New parts and new state.
+    """
+    storage = shape.storage
+    unique = unique_rows(ids_N, offsets, weights_N, storage.num_rows, shape.pooling)
     grads_UD = combined_gradients(unique, grads_BD)
     rows_U = jnp.maximum(unique.rows_N, 0)
     values_UD = gather_rows(parts, rows_U, storage)
@@ -64,7 +80,7 @@ def run(
     if optimizer.name == "adagrad":
         state = _scatter_rows(state, unique.rows_N, new_state, optimizer.state_storage(storage))
     elif optimizer.name == "rowwise_adagrad":
-        nowhere = jnp.where(unique.rows_N < 0, storage.num_rows, unique.rows_N)
+        nowhere = jnp.where(unique.rows_N < 0, len(state[0]), unique.rows_N)
         state = (state[0].at[nowhere].set(new_state, mode="drop", unique_indices=True),)
     return _scatter_rows(parts, unique.rows_N, new_UD, storage), tuple(state)
 

@@ -27,6 +27,7 @@ from tpurec.errors import ConfigError
 from tpurec.kernels.storage import Storage, pack, unpack
 
 NAMES = ("sgd", "adagrad", "rowwise_adagrad")
+_TILE = 1024  # words of a one-dimensional tile
 _SMALLEST_NORMAL = 1.1754944e-38
 
 
@@ -85,9 +86,21 @@ class RowOptimizer:
     def state_bytes(self, storage: Storage) -> int:
         """Bytes of the accumulators of a storage."""
         if self.name == "rowwise_adagrad":
-            return storage.num_rows * 4
+            return rowwise_entries(storage.num_rows) * 4
         of_state = self.state_storage(storage)
         return of_state.num_bytes if of_state else 0
+
+
+def rowwise_entries(num_rows: int) -> int:
+    """Entries of packed row-wise accumulators: whole tiles of 1,024, so that `[n]` and `[n / 128, 128]` are the same bytes.
+
+    Args:
+        num_rows: rows of the storage.
+
+    Returns:
+        The multiple of 1,024.
+    """
+    return -(-num_rows // _TILE) * _TILE
 
 
 def pack_state(optimizer: RowOptimizer, state: jax.Array | None, storage: Storage) -> tuple[jax.Array, ...]:
@@ -99,7 +112,8 @@ def pack_state(optimizer: RowOptimizer, state: jax.Array | None, storage: Storag
         storage: of the table.
 
     Returns:
-        `()` for `sgd`, the parts of `optimizer.state_storage(storage)` for `adagrad`, `(state,)` for `rowwise_adagrad`.
+        `()` for `sgd`, the parts of `optimizer.state_storage(storage)` for `adagrad`, one array of
+        `rowwise_entries(num_rows)` for `rowwise_adagrad`.
     """
     expected = optimizer.state_shape(storage.num_rows, storage.dim)
     if (None if state is None else (state.shape, state.dtype)) != (None if expected is None else (expected, "float32")):
@@ -107,7 +121,7 @@ def pack_state(optimizer: RowOptimizer, state: jax.Array | None, storage: Storag
         raise ConfigError(f"{optimizer.name}: state {found}, expected float32 {expected}.")
     if optimizer.name == "adagrad":
         return pack(state, optimizer.state_storage(storage))
-    return () if state is None else (state,)
+    return () if state is None else (jnp.pad(state, (0, rowwise_entries(storage.num_rows) - storage.num_rows)),)
 
 
 def unpack_state(optimizer: RowOptimizer, state: tuple[jax.Array, ...], storage: Storage) -> jax.Array | None:
@@ -123,7 +137,7 @@ def unpack_state(optimizer: RowOptimizer, state: tuple[jax.Array, ...], storage:
     """
     if optimizer.name == "adagrad":
         return unpack(state, optimizer.state_storage(storage))
-    return state[0] if state else None
+    return state[0][: storage.num_rows] if state else None
 
 
 def decayed(optimizer: RowOptimizer, grad: Any, row: Any) -> Any:

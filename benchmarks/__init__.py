@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks.NAME [--json]`. Each prints ratios measured side by side in one run."""

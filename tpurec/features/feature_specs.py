@@ -121,7 +121,7 @@ class TextInput:
 
     Args:
         columns: column order of files without a header line.
-        header: whether the first line names the columns; None: it does if it names every column of the schema.
+        header: whether the first line names the columns; None: it does if it names more than half of the schema's.
         delimiter: one character; None: tab for .tsv and .txt, comma for .csv.
         short_rows: a row with fewer fields than columns: `reject`, or `blank`: the missing last fields are blanks.
         min_fields: with `blank`: rows with fewer fields than this are rejected.

@@ -60,3 +60,67 @@ def synth(
             "click_rate": result.click_rate,
         }
     )
+
+
+@app.command()
+def convert(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="IN... OUT",
+            help="TSV, CSV (also .gz, .zst) or Parquet files, folders or glob patterns; then the folder to make.",
+        ),
+    ],
+    schema: Annotated[str, typer.Option(help="Schema TOML, or the name of a shipped schema, such as criteo.")],
+    max_bad_rows: Annotated[
+        int | None,
+        typer.Option(min=0, help="Fail beyond this many bad rows; by default beyond one in a thousand and ten."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one per core.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an OUT that was made with another schema or of other inputs.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert Criteo TSV, CSV or Parquet to training Parquet, with the schema in it.
+
+    A bad row is left out and counted with its reason; beyond --max-bad-rows the command fails and leaves nothing. In
+    files without header whose schema says so (criteo), a row that lost trailing blanks is padded, and counted. OUT
+    appears when it is complete. Run again, the command goes on where it was interrupted, and converts what has changed.
+    """
+    if len(paths) < 2:
+        raise typer.BadParameter("give at least one input and the folder to make", param_hint="IN... OUT")
+    from pipelines.data.convert import convert_files
+    from tpurec.features import Schema
+
+    reporter = Reporter(as_json)
+    with reporter.progress("convert", None) as advance:
+        result = convert_files(
+            paths[:-1],
+            paths[-1],
+            Schema.load(schema),
+            max_bad_rows=max_bad_rows,
+            workers=workers or os.cpu_count() or 1,
+            overwrite=overwrite,
+            progress=advance,
+        )
+    counts = result.counts
+    for row in counts.examples:
+        reporter.log(f"rejected: {row}")
+    warning = counts.label_warning()
+    if warning:
+        reporter.warn(warning)
+    reporter.result(
+        {
+            "rows_read": counts.read,
+            "rows_kept": counts.kept,
+            "rows_rejected": counts.rejected,
+            "rows_padded": counts.padded,
+            "rows_without_label": counts.missing_labels,
+            "path": result.path,
+            "files": len(result.files),
+            "units": result.units,
+            "units_done_before": result.units_done_before,
+            "warnings": [warning] if warning else [],
+        }
+    )

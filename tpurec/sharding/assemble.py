@@ -72,7 +72,7 @@ class Assembly:
         load = own.uniform + padding * own.padded + own.lump
         parts = {name: float(load[i]) for i, name in enumerate(PARTS) if load[i] > 0}
         return PlacedTable(
-            table, choice.sharding, choice.exchange, tuple(shards), sum(parts.values()), parts, self._reason(position)
+            table, choice.sharding, choice.exchange, tuple(shards), sum(parts.values(), 0.0), parts, self._reason(position)
         )
 
     def _own_choice(self, position: int, choice: Choice) -> Choice:

@@ -1,0 +1,33 @@
+"""Problems that several tests plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tpurec.sharding.tables import FeatureSpec, TableSpec
+
+MLPERF = Path(__file__).resolve().parents[2] / "examples" / "mlperf_dlrm_v2" / "tables.toml"
+
+
+def table(name: str, rows: int, dim: int = 64, ids: float = 1.0, **more: object) -> TableSpec:
+    """A table with one feature."""
+    return TableSpec(name, rows, dim, (FeatureSpec(f"{name}_id", ids),), **more)
+
+
+def random_tables(rng: np.random.Generator, count: int, largest: float = 3e7) -> list[TableSpec]:
+    """Tables of mixed sizes, dims, bag lengths, optimizers and dtypes."""
+    tables = []
+    for number in range(count):
+        tables.append(
+            table(
+                f"t{number}",
+                int(np.exp(rng.uniform(np.log(50), np.log(largest)))),
+                int(rng.choice([8, 16, 32, 64, 128])),
+                float(rng.choice([0.5, 1.0, 1.0, 3.0, 20.0])),
+                optimizer=str(rng.choice(["rowwise_adagrad", "adagrad", "sgd", "adam"])),
+                dtype=str(rng.choice(["float32", "float32", "bfloat16"])),
+            )
+        )
+    return tables

@@ -1,0 +1,61 @@
+"""What a replan moves, against counting rows one by one."""
+
+import numpy as np
+import pytest
+
+from tests.sharding.problems import table
+from tpurec.errors import ConfigError
+from tpurec.sharding.planner import plan
+from tpurec.sharding.replan import diff
+
+
+def cells(placed):
+    """(rank, row, column) that a plan's ranks hold, by the meaning of the row rules."""
+    found = set()
+    for shard in placed.shards:
+        for row in range(placed.table.num_embeddings):
+            for column in range(*shard.columns):
+                ranks = shard.ranks if shard.rule == "replicated" else [shard.owner(row)]
+                found |= {(rank, row, column) for rank in ranks}
+    return found
+
+
+WAYS = [
+    {"pin": "table_wise", "pin_ranks": (1,)},
+    {"pin": "table_wise", "pin_ranks": (2,)},
+    {"pin": "column_wise", "pin_ranks": (2, 1)},
+    {"pin": "row_wise"},
+    {"pin": "data_parallel"},
+    {"pin": "table_row_wise", "pin_ranks": (4, 5, 6, 7)},
+]
+
+
+@pytest.mark.parametrize("old", range(len(WAYS)))
+@pytest.mark.parametrize("new", range(len(WAYS)))
+@pytest.mark.parametrize(("before", "after"), [("v6e-16", "v6e-16"), ("v6e-16", "v6e-32")])
+def test_moved_bytes_are_the_cells_that_a_rank_did_not_have(old, new, before, after):
+    a = plan([table("t", 83, 16, optimizer="sgd", **WAYS[old])], before, 64)
+    b = plan([table("t", 83, 16, optimizer="sgd", **WAYS[new])], after, 64)
+    change = diff(a, b).tables[0]
+    have, want = cells(a.tables[0]), cells(b.tables[0])
+    assert change.bytes_total == 4 * len(want)
+    assert change.bytes_moved == 4 * len(want - have)
+
+
+def test_the_same_plan_moves_nothing_and_state_moves_with_its_rows():
+    spec = [table("t", 1000, 64, 3.0, optimizer="adam", pin="row_wise")]
+    one, two = plan(spec, "v6e-4", 64), plan(spec, "v6e-8", 64)
+    assert diff(one, one).bytes_moved == 0
+    change = diff(one, two)
+    assert change.bytes_total == 1000 * 64 * 4 * 3
+    kept = np.sum(np.arange(1000) % 4 == np.arange(1000) % 8)  # the shift of a single table is 0
+    assert change.bytes_moved == change.bytes_total - kept * 64 * 4 * 3
+    assert change.summary()["tables"][0]["changed"] and change.step_seconds[0] == one.estimates.step_seconds
+
+
+def test_plans_of_different_tables_are_refused():
+    one, other = plan([table("a", 10)], "v6e-4", 64), plan([table("b", 10)], "v6e-4", 64)
+    with pytest.raises(ConfigError, match="table 'a' is in only one of the plans"):
+        diff(one, other)
+    with pytest.raises(ConfigError, match="another shape"):
+        diff(one, plan([table("a", 11)], "v6e-4", 64))

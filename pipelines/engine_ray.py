@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.metrics_log import read_metrics
-from pipelines.order import Pass
+from pipelines.order import Manifest, Pass
 from pipelines.ray_session import ray_session
 from pipelines.reading import Reader, SourceBatch, pack_window
 from pipelines.recipe import Recipe
@@ -107,7 +107,7 @@ def train_ray(run: Run, recipe: Recipe, data: RunData, reporter: Reporter) -> di
     with ray_session(), reporter.progress("train", total) as advance, _follow(run, advance):
         trainer = TorchTrainer(
             _work,
-            train_loop_config={"run": str(run.path.absolute()), "recipe": recipe, "data": data},
+            train_loop_config={"run": str(run.path.absolute()), "recipe": recipe, "data": _absolute(data)},
             scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(
                 name="ray",
@@ -119,6 +119,16 @@ def train_ray(run: Run, recipe: Recipe, data: RunData, reporter: Reporter) -> di
     if "error" in answer:
         raise TpurecError(*answer["error"])
     return answer["result"]
+
+
+def _absolute(data: RunData) -> RunData:
+    """The worker has another current folder than we have."""
+
+    def moved(manifest: Manifest) -> Manifest:
+        files = [dataclasses.replace(file, path=str(Path(file.path).absolute())) for file in manifest.files]
+        return Manifest(tuple(files))
+
+    return RunData(data.schema, moved(data.train), None if data.test is None else moved(data.test))
 
 
 def _work(config: dict[str, Any]) -> dict[str, Any]:

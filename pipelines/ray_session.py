@@ -1,31 +1,38 @@
-"""A Ray of our own on this machine, for as long as a command needs it."""
+"""Ray on this machine, for as long as a command needs it."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 
 @contextmanager
 def ray_session() -> Iterator[int]:
-    """Start Ray on this machine and end it afterwards; its logs stay out of ours.
+    """Start Ray on this machine and end it afterwards; one that this process runs already is used and left running.
+
+    Its logs stay out of ours, and what it prints all the same goes to stderr: stdout is for the command's result.
 
     Yields:
         CPUs that it may use.
     """
     import ray
 
+    if ray.is_initialized():
+        yield int(ray.cluster_resources()["CPU"])
+        return
     # Two at least, so that an actor and a reading task can run side by side.
     num_cpus = max(2, len(os.sched_getaffinity(0)))
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    try:
-        yield num_cpus
-    finally:
-        ray.shutdown()
+    with redirect_stdout(sys.stderr):
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+        try:
+            yield num_cpus
+        finally:
+            ray.shutdown()

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.data.inputs import InputFile
-from pipelines.data.parquet_rows import open_parquet, read_parquet
+from pipelines.data.parquet_rows import open_parquet
+from pipelines.data.readers import read_rows
 from pipelines.data.row_counts import RowCounts
 from pipelines.data.stored_rows import StorageConverter
-from pipelines.data.text_layout import find_layout
 from pipelines.data.text_lines import count_lines, line_ranges
-from pipelines.data.text_rows import read_text
 from pipelines.data.training_parquet import FILE_ROWS, TrainingParquetWriter, WrittenFile
 from tpurec.errors import DataError
 from tpurec.features import Schema
@@ -128,11 +127,12 @@ def convert_unit(
     Raises:
         DataError: the input is broken, or has changed since the work was planned.
     """
-    converter = StorageConverter(schema, labels=schema.label is not None)
+    labels = schema.label is not None
+    converter = StorageConverter(schema, labels=labels)
     counts = RowCounts()
     gave_up = False
     with TrainingParquetWriter(folder, unit.stem) as writer:
-        for raw in _read(unit, schema):
+        for raw in read_rows(unit.file, schema, labels=labels, start=unit.start, stop=unit.stop):
             table, piece = converter(raw, str(unit.file))
             counts += piece
             progress(piece.read)
@@ -149,15 +149,6 @@ def convert_unit(
         before = count_lines(unit.file, unit.start)
         counts.examples = [dataclasses.replace(row, number=row.number + before) for row in counts.examples]
     return UnitResult(unit, tuple(writer.files), counts, gave_up)
-
-
-def _read(unit: ConversionUnit, schema: Schema):
-    labels = schema.label is not None
-    columns = schema.columns(labels=labels, keys=True)
-    if unit.file.format == "parquet":
-        return read_parquet(unit.file, columns, range(unit.start, unit.stop or 0))
-    layout = find_layout(unit.file, schema, labels=labels)
-    return read_text(unit.file, layout, columns, start=unit.start, stop=unit.stop)
 
 
 def _is_too_much(counts: RowCounts, max_bad_rows: int | None) -> bool:

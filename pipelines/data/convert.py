@@ -28,12 +28,11 @@ from pipelines.data.conversion_unit import ConversionUnit, UnitResult, plan_unit
 from pipelines.data.inputs import InputFile, find_inputs
 from pipelines.data.output_folder import OutputFolder, read_manifest
 from pipelines.data.parquet_rows import open_parquet
+from pipelines.data.readers import check_file
 from pipelines.data.row_counts import RowCounts
-from pipelines.data.text_layout import find_layout
 from pipelines.data.training_parquet import WrittenFile
 from tpurec.errors import DataError
 from tpurec.features import Schema
-from tpurec.features.arrow_columns import check_types
 
 KIND = "tpurec.converted"
 VERSION = 1
@@ -144,14 +143,11 @@ def check_inputs(inputs: Sequence[InputFile], schema: Schema) -> None:
     labels = schema.label is not None
     key_types: dict[str, tuple[Any, InputFile]] = {}
     for file in inputs:
-        if file.format == "text":
-            find_layout(file, schema, labels=labels)
-            types = dict.fromkeys(schema.keys, "string")
-        else:
+        check_file(file, schema, labels=labels)
+        types = dict.fromkeys(schema.keys, "string")
+        if file.format == "parquet":
             with open_parquet(file) as parquet:
-                found = parquet.schema_arrow
-            check_types(found, schema, str(file), labels=labels, keys=True)
-            types = {key: str(found.field(key).type) for key in schema.keys}
+                types = {key: str(parquet.schema_arrow.field(key).type) for key in schema.keys}
         for key, type_ in types.items():
             known, first = key_types.setdefault(key, (type_, file))
             if known != type_:

@@ -32,7 +32,7 @@ def tpurec(*words: str | Path) -> dict[str, Any]:
         SystemExit: the command failed; its own error is on the terminal already.
     """
     arguments = [str(word) for word in words]
-    console.print(f"[bold]$ tpurec {' '.join(arguments)}[/bold]")
+    console.print(f"$ tpurec {' '.join(arguments)}", style="bold", markup=False, soft_wrap=True)
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "tpurec.cli", *arguments, "--json"], stdout=subprocess.PIPE, check=False
@@ -54,7 +54,7 @@ def ask_online(bundle: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
         The answer of `POST /v1/score`.
     """
     words = [sys.executable, "-m", "tpurec.cli", "serve", str(bundle), "--port", "0", "--json"]
-    console.print(f"[bold]$ tpurec serve {bundle} --port 0[/bold]")
+    console.print(f"$ tpurec serve {bundle} --port 0", style="bold", markup=False, soft_wrap=True)
     server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         line = server.stdout.readline() if server.stdout else ""  # printed once the service is ready

@@ -1,34 +1,41 @@
-"""What is to be scored: inputs found, checked before any work, cut into parts, and read in pieces of bounded size."""
+"""What is to be scored: inputs found, checked before any work, and cut into parts that can be read apart."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from tpurec.errors import DataError
+from pipelines.data.inputs import InputFile, find_inputs
+from pipelines.data.parquet_rows import open_parquet
+from pipelines.data.raw_rows import RawRows
+from pipelines.data.readers import check_file, read_rows
+from pipelines.data.text_lines import count_lines, line_ranges
+from tpurec.errors import ConfigError, DataError
 from tpurec.features import Schema
-from tpurec.features.transform import Transformer
 
-PIECE_ROWS = 65_536
+RANGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one worker reads at a time.
+    """What one worker reads at a time: a row group of a Parquet file, or a range of lines of a text file.
 
     Args:
-        path: the file.
-        row_group: of a Parquet file; None for a text file, which is one part.
-        first_row: number in the file of the part's first row.
+        file: the file.
+        start: row group, or first byte of the range.
+        stop: behind it; None for the end of the file.
     """
 
-    path: str
-    row_group: int | None
-    first_row: int
+    file: InputFile
+    start: int
+    stop: int | None
+
+    def lines_before(self) -> int:
+        """Lines of a text file before the part; reads them, so ask only when a line must be named."""
+        return count_lines(self.file, self.start) if self.file.format == "text" else 0
 
 
 @dataclass(frozen=True)
@@ -36,9 +43,9 @@ class Inputs:
     """All inputs, checked.
 
     Args:
-        schema: what the rows must have.
+        schema: what the rows must have; its keys are the columns to carry.
         parts: in the order of the rows.
-        key_types: key columns of the output, with their types; empty: a row number takes their place.
+        key_types: the key columns with their types; empty: a row number takes their place.
         num_rows: in all; None where text files do not tell.
         num_bytes: of the files.
     """
@@ -50,124 +57,74 @@ class Inputs:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some rows of a part.
-
-    Args:
-        table: raw rows, with the columns that scoring reads.
-        keys: name to key column, of the same rows.
-        source: the file, for error texts.
-        first_row: number in the file of the first row.
-        refused: rows that could not even be read, and why; by position in the piece.
-        lines: line number, from 1, of every row of a text file.
-    """
-
-    table: pa.Table
-    keys: Mapping[str, pa.ChunkedArray]
-    source: str
-    first_row: int
-    refused: Mapping[int, str] = field(default_factory=dict)
-    lines: Sequence[int] | None = None
-
-    def name_of(self, position: int) -> str:
-        """How people find a row.
-
-        Args:
-            position: in the piece.
-
-        Returns:
-            Such as `row 17 (from 0)` or `line 18`.
-        """
-        if self.lines is not None:
-            return f"line {self.lines[position]}"
-        return f"row {self.first_row + position} (from 0)"
-
-
-def open_inputs(places: Sequence[str], schema: Schema, keys: Sequence[str]) -> Inputs:
+def open_inputs(places: Sequence[str], schema: Schema, keys: Sequence[str], unlabelled: bool = False) -> Inputs:
     """Find the inputs and check names and types of their columns, before any row is read.
 
     Args:
-        places: files, folders (searched in depth) or glob patterns; rows are numbered in this order, and by name within
-            a place.
-        schema: what the rows must have.
+        places: files, folders or glob patterns, see `find_inputs`; rows are numbered in this order.
+        schema: what the rows must have, but for the label.
         keys: columns to carry to the scores.
+        unlabelled: text files without a header lack the label column that the schema lists.
 
     Returns:
         The inputs.
 
     Raises:
-        DataError: nothing found, a file of another kind, one that lacks a column or has it as another type, or a key
+        DataError: nothing found, a file of unknown kind, one that lacks a column or has it as another type, or a key
             column whose type differs between files; names file and column.
+        ConfigError: `unlabelled`, but the schema lists no label column.
     """
-    transformer = Transformer(schema)
+    schema = dataclasses.replace(schema, keys=tuple(keys))
+    if unlabelled:
+        schema = _without_label(schema)
+    files = find_inputs(places, schema.input.delimiter)
     parts: list[Part] = []
-    key_types: dict[str, tuple[pa.DataType, Path]] = {}
-    num_rows = num_bytes = 0
-    for path in _find(places):
-        with _parquet(path) as file:
-            transformer.check(file.schema_arrow, str(path), labels=False)
-            for key in keys:
-                type_ = _key_type(file.schema_arrow, key, path)
-                known, first = key_types.setdefault(key, (type_, path))
-                if known != type_:
-                    raise DataError(
-                        f"{path}: key column {key!r} is {type_}, in {first} it is {known}.",
-                        "Give it one type in all files, or leave it out of --keys.",
-                    )
-            first_row = 0
-            for group in range(file.metadata.num_row_groups):
-                parts.append(Part(str(path), group, first_row))
-                first_row += file.metadata.row_group(group).num_rows
-        num_rows += first_row
-        num_bytes += path.stat().st_size
-    return Inputs(schema, parts, {key: type_ for key, (type_, _) in key_types.items()}, num_rows, num_bytes)
+    key_types: dict[str, pa.DataType] = {}
+    num_rows: int | None = 0
+    for file in files:
+        check_file(file, schema, labels=False)
+        if file.format == "text":
+            parts += [Part(file, start, stop) for start, stop in line_ranges(file, RANGE_BYTES)]
+            types, num_rows = dict.fromkeys(keys, pa.string()), None
+        else:
+            with open_parquet(file) as parquet:
+                groups = parquet.metadata.num_row_groups
+                types = {key: parquet.schema_arrow.field(key).type for key in keys}
+                num_rows = None if num_rows is None else num_rows + parquet.metadata.num_rows
+            parts += [Part(file, group, group + 1) for group in range(groups)]
+        for key, type_ in types.items():
+            if key_types.setdefault(key, type_) != type_:
+                raise DataError(
+                    f"{file}: key column {key!r} is {type_}, in {files[0]} it is {key_types[key]}.",
+                    "Give it one type in all files, or choose the columns to carry with --keys.",
+                )
+    return Inputs(schema, parts, key_types, num_rows, sum(file.path.stat().st_size for file in files))
 
 
-def read_pieces(inputs: Inputs, part: Part) -> Iterator[Piece]:
+def read_part(inputs: Inputs, part: Part) -> Iterator[RawRows]:
     """Read a part.
 
     Args:
         inputs: what it is a part of.
         part: the part.
 
-    Yields:
-        Its rows, in order, at most `PIECE_ROWS` a piece.
+    Returns:
+        An iterator of its rows, in order, with the columns that scoring reads and the key columns, in pieces of bounded
+        size.
+
+    Raises:
+        DataError: the file is broken or cut short.
     """
-    schema, keys = inputs.schema, list(inputs.key_types)
-    columns = schema.columns(labels=False)
-    # Reading text as dictionaries means that an id that occurs often is parsed and hashed once.
-    text = [f.column for f in schema.sparse if f.kind != "integer" and not f.multi_valued and f.column not in keys]
-    first_row = part.first_row
-    with _parquet(Path(part.path), text) as file:
-        for batch in file.iter_batches(
-            PIECE_ROWS, row_groups=[part.row_group], columns=list(dict.fromkeys([*columns, *keys])), use_threads=False
-        ):
-            table = pa.Table.from_batches([batch])
-            yield Piece(table, {key: table.column(key) for key in keys}, part.path, first_row)
-            first_row += len(table)
+    return read_rows(part.file, inputs.schema, labels=False, start=part.start, stop=part.stop)
 
 
-def _find(places: Sequence[str]) -> list[Path]:
-    from pipelines.reading import find_files
-
-    return [path for path, _ in find_files(list(places), "IN")]
-
-
-def _parquet(path: Path, text: Sequence[str] = ()) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path, read_dictionary=list(text))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: not a Parquet file: {error}.") from None
-
-
-def _key_type(found: pa.Schema, key: str, path: Path) -> pa.DataType:
-    positions = found.get_all_field_indices(key)
-    if len(positions) != 1:
-        raise DataError(
-            f"{path}: no column {key!r}, which is to be carried to the scores."
-            if not positions
-            else f"{path}: column {key!r} is there {len(positions)} times.",
-            "Name the columns to carry with --keys.",
+def _without_label(schema: Schema) -> Schema:
+    look, label = schema.input, schema.label.column if schema.label is not None else None
+    if label not in look.columns:
+        raise ConfigError(
+            f"--unlabelled: the schema {schema.name!r} lists no label among the columns of text files.",
+            "Leave it out: the label is read from no file that is scored.",
         )
-    return found.field(positions[0]).type
+    columns = tuple(name for name in look.columns if name != label)
+    look = dataclasses.replace(look, columns=columns, min_fields=max(look.min_fields - 1, 1))
+    return dataclasses.replace(schema, input=look)

@@ -23,10 +23,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.score_inputs import Inputs, Piece, open_inputs, read_pieces
+from pipelines.data.raw_rows import RawRows
+from pipelines.data.row_counts import RejectedRow
+from pipelines.score_inputs import Inputs, Part, open_inputs, read_part
 from tpurec.bundle import Bundle
 from tpurec.errors import ConfigError, DataError
-from tpurec.features import Counts
+from tpurec.features import Columns, Counts, to_storage
 from tpurec.reporting import Reporter
 
 ROW, SCORE = "row", "score"
@@ -63,6 +65,7 @@ def score_files(
     engine: Literal["auto", "local", "ray"] = "auto",
     keys: Sequence[str] | None = None,
     rule: BadRowRule = "fail",
+    unlabelled: bool = False,
     overwrite: bool = False,
     reporter: Reporter,
 ) -> dict[str, Any]:
@@ -75,6 +78,7 @@ def score_files(
         engine: who does it; `auto`: Ray Data for more than 4 GiB, if Ray is installed.
         keys: columns to carry beside the score; None for the schema's.
         rule: what happens to a row that the schema refuses.
+        unlabelled: text files without a header lack the label column.
         overwrite: replace `out` if it exists.
         reporter: where progress goes.
 
@@ -90,8 +94,8 @@ def score_files(
     chosen = list(dict.fromkeys(loaded.schema.keys if keys is None else keys))
     if SCORE in chosen:
         raise ConfigError(f"key column {SCORE!r} has the name of the scores.", "Choose other columns with --keys.")
-    inputs = open_inputs(places, loaded.schema, chosen)
-    if any(out.exists() and out.samefile(part.path) for part in inputs.parts):
+    inputs = open_inputs(places, loaded.schema, chosen, unlabelled)
+    if any(out.exists() and out.samefile(part.file.path) for part in inputs.parts):
         raise ConfigError(f"{out}: is one of the inputs.", "Write the scores elsewhere.")
     loaded.check_examples()
     if engine == "auto":
@@ -113,53 +117,88 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise ConfigError(f"{out}: exists.", "Give --overwrite to replace it, or another path.")
 
 
-def score_piece(bundle: Bundle, piece: Piece, rule: BadRowRule) -> ScoredPiece:
-    """Score one piece.
+@dataclass(frozen=True)
+class _Prepared:
+    """A piece that is ready for the model; `refused` has number, reason and message of rows that are not."""
+
+    part: Part
+    raw: RawRows
+    columns: Columns
+    refused: dict[int, tuple[str, str]]
+
+
+def _prepare(bundle: Bundle, inputs: Inputs, part: Part) -> Iterator[_Prepared]:
+    source = str(part.file)
+    for raw in read_part(inputs, part):
+        table, problems = raw.table, []
+        if raw.is_text:
+            table, problems = to_storage(table, inputs.schema, source, labels=False, keys=False)
+        columns, more = bundle.transformer.collect(table, labels=False, source=source)
+        refused = {row.number: (row.reason, row.message) for row in raw.unreadable}
+        for problem in (*problems, *more):
+            for position, row in enumerate(problem.rows.tolist()):
+                message = f"column {problem.column!r}: {problem.message(position)}"
+                refused.setdefault(int(raw.numbers[row]), (problem.reason, message))
+        yield _Prepared(part, raw, columns, refused)
+
+
+def _score(bundle: Bundle, inputs: Inputs, piece: _Prepared, rule: BadRowRule) -> ScoredPiece:
+    raw, refused, first_bad = piece.raw, piece.refused, ""
+    if refused:
+        number = min(refused)
+        line = number + piece.part.lines_before()
+        first_bad = f"{RejectedRow(str(piece.part.file), line, raw.is_text, *refused[number])}."
+        if rule == "fail":
+            remedy = "Correct it, or give --on-bad-row null: such rows then get a null score and are counted."
+            raise DataError(first_bad, remedy)
+    scores = pa.array(bundle.predict(piece.columns), pa.float32(), mask=np.isin(raw.numbers, list(refused)))
+    scored = pa.table({**{key: raw.table.column(key) for key in inputs.key_types}, SCORE: scores})
+    if raw.unreadable:
+        scored = _with_unreadable(scored, raw)
+    return ScoredPiece(scored, piece.columns.counts, len(refused), first_bad)
+
+
+def _with_unreadable(scored: pa.Table, raw: RawRows) -> pa.Table:
+    """Put rows of nulls where rows could not be read."""
+    lost = [row.number for row in raw.unreadable]
+    nulls = pa.table([pa.nulls(len(lost), type_) for type_ in scored.schema.types], schema=scored.schema)
+    order = np.argsort(np.concatenate([raw.numbers, lost]), kind="stable")
+    return pa.concat_tables([scored, nulls]).take(pa.array(order))
+
+
+def score_part(bundle: Bundle, inputs: Inputs, part: Part, rule: BadRowRule) -> Iterator[ScoredPiece]:
+    """Score a part.
 
     Args:
         bundle: what to score with.
-        piece: raw rows.
+        inputs: what the part is a part of.
+        part: what to read.
         rule: what happens to a row that the schema refuses: `fail`, or `null`, a score that is null.
 
-    Returns:
-        As many rows as the piece has.
+    Yields:
+        Pieces with as many rows as were read, in order, those that could not be read included.
 
     Raises:
         DataError: a row is refused under `fail`; names file, row and column.
     """
-    columns, problems = bundle.transformer.collect(piece.table, labels=False, source=piece.source)
-    refused = dict(piece.refused)
-    for problem in problems:
-        for position, row in enumerate(problem.rows.tolist()):
-            if row not in refused:
-                refused[row] = f"column {problem.column!r}: {problem.message(position)}. {problem.remedy}"
-    first_bad = ""
-    if refused:
-        row = min(refused)
-        first_bad = f"{piece.source}: {piece.name_of(row)}, {refused[row]}"
-        if rule == "fail":
-            raise DataError(first_bad, "Or give --on-bad-row null: such rows then get a null score, and are counted.")
-    scores = bundle.predict(columns)
-    mask = np.zeros(len(scores), dtype=bool)
-    mask[list(refused)] = True
-    table = pa.table({**piece.keys, SCORE: pa.array(scores, pa.float32(), mask=mask)})
-    return ScoredPiece(table, columns.counts, len(refused), first_bad)
+    for piece in _prepare(bundle, inputs, part):
+        yield _score(bundle, inputs, piece, rule)
 
 
 def score_local(bundle: Bundle, inputs: Inputs, rule: BadRowRule) -> Iterator[ScoredPiece]:
-    """Score parts in this process: a thread reads ahead while the model scores.
+    """Score all parts in this process: a thread reads and transforms ahead while the model scores.
 
     Args:
         bundle: what to score with.
         inputs: what to score.
-        rule: as in `score_piece`.
+        rule: as in `score_part`.
 
     Yields:
         The scored pieces, in order.
     """
-    pieces = (piece for part in inputs.parts for piece in read_pieces(inputs, part))
-    for piece in _ahead(pieces, 2):
-        yield score_piece(bundle, piece, rule)
+    prepared = (piece for part in inputs.parts for piece in _prepare(bundle, inputs, part))
+    for piece in _ahead(prepared, 2):
+        yield _score(bundle, inputs, piece, rule)
 
 
 def write_scores(

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.ray_session import ray_session
-from pipelines.score_inputs import Inputs, Part, read_pieces
-from pipelines.scoring import BadRowRule, ScoredPiece, score_piece
+from pipelines.score_inputs import Inputs
+from pipelines.scoring import BadRowRule, ScoredPiece, score_part
 from tpurec.errors import DataError, TpurecError
 from tpurec.extras import require
 from tpurec.features import Counts
@@ -28,7 +28,7 @@ class _Scorer:
     Args:
         bundle: path of the bundle.
         inputs: what the parts are parts of.
-        rule: as in `score_piece`.
+        rule: as in `score_part`.
         threads: torch threads.
     """
 
@@ -43,11 +43,10 @@ class _Scorer:
         self._rule = rule
 
     def __call__(self, block: dict[str, Any]) -> Iterator[pa.Table]:
-        for path, row_group, first_row in zip(block["path"], block["row_group"], block["first_row"], strict=True):
-            part = Part(str(path), None if row_group < 0 else int(row_group), int(first_row))
+        for number in block["part"]:
             try:
-                for piece in read_pieces(self._inputs, part):
-                    yield _to_block(score_piece(self._bundle, piece, self._rule))
+                for piece in score_part(self._bundle, self._inputs, self._inputs.parts[number], self._rule):
+                    yield _to_block(piece)
             except TpurecError as error:
                 yield pa.table({_NOTE: [json.dumps({"error": [error.problem, error.remedy]})]})
 
@@ -58,34 +57,28 @@ def score_ray(bundle: str, inputs: Inputs, rule: BadRowRule) -> Iterator[ScoredP
     Args:
         bundle: path of the bundle; like the inputs, on a file system that the actors see under the same path.
         inputs: what to score.
-        rule: as in `score_piece`.
+        rule: as in `score_part`.
 
     Yields:
         The scored pieces, in order.
 
     Raises:
         MissingExtra: Ray is not installed.
-        DataError: as `score_piece` says.
+        DataError: as `score_part` says.
     """
     require("ray.data", "--engine ray")
-    parts = inputs.parts
-    if not parts:
+    num_parts = len(inputs.parts)
+    if not num_parts:
         return
     import ray.data
 
     with ray_session() as num_cpus, _in_order():
-        items = ray.data.from_items(
-            [
-                {"path": p.path, "row_group": -1 if p.row_group is None else p.row_group, "first_row": p.first_row}
-                for p in parts
-            ],
-            override_num_blocks=len(parts),
-        )
+        items = ray.data.from_items([{"part": number} for number in range(num_parts)], override_num_blocks=num_parts)
         scored = items.map_batches(
             _Scorer,
             fn_constructor_args=(bundle, inputs, rule, 1),
             batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=max(1, min(num_cpus, len(parts)))),
+            compute=ray.data.ActorPoolStrategy(size=max(1, min(num_cpus, num_parts))),
             num_cpus=1,
         )
         for block in scored.iter_batches(batch_size=None, batch_format="pyarrow"):

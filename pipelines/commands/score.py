@@ -36,6 +36,9 @@ def score(
         Literal["fail", "null"],
         typer.Option(help="What a row that the schema refuses does: end the job, or get a null score and be counted."),
     ] = "fail",
+    unlabelled: Annotated[
+        bool, typer.Option("--unlabelled", help="Text files without a header lack the label that the schema lists.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -56,6 +59,7 @@ def score(
         engine=engine,
         keys=chosen,
         rule=on_bad_row,
+        unlabelled=unlabelled,
         overwrite=overwrite,
         reporter=reporter,
     )

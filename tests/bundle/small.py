@@ -90,19 +90,21 @@ def small_recipe() -> str:
     )
 
 
-def write_small_bundle(path: Path, id_policy: str = "hash", seed: int = 3, examples: int = 5) -> Path:
+def write_small_bundle(
+    path: Path, id_policy: str = "hash", seed: int = 3, schema: Schema | None = None, examples: pa.Table | None = None
+) -> Path:
     """Export the small model; expected scores come from the model itself, not from the bundle."""
     from tpurec.embeddings.jagged import to_torch
     from tpurec.features import Ladder, pack
     from tpurec.features.transform import Transformer
 
-    schema = small_schema(id_policy)
+    schema = schema or small_schema(id_policy)
     model = small_model(schema, seed)
-    table = small_table(examples)
+    table = small_table(5) if examples is None else examples
     columns = Transformer(schema)(table, labels=False)
     batch = to_torch(pack(columns, 64, Ladder.for_batch(64)))  # as training's evaluation does it
     with torch.no_grad():
-        expected = torch.sigmoid(model(batch.dense, batch.features)).numpy()[:examples]
+        expected = torch.sigmoid(model(batch.dense, batch.features)).numpy()[: len(table)]
     write_bundle(
         path,
         model=model,

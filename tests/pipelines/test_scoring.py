@@ -1,5 +1,6 @@
 """`tpurec score`: every row once, in order, with the bundle's score; bad input is said before work is lost."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -10,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines import score_inputs, scoring
+from pipelines.data import parquet_rows
 from pipelines.scoring import score_files
 from tests.bundle.small import small_table, write_pooled_bundle, write_small_bundle
 from tpurec.bundle import Bundle, BundleError
 from tpurec.errors import ConfigError, DataError
-from tpurec.features import Schema, SparseFeature
+from tpurec.features import DenseFeature, LabelColumn, Schema, SparseFeature, TextInput
 from tpurec.reporting import Reporter
 
 
@@ -54,7 +56,7 @@ def test_every_row_gets_the_bundles_score_beside_the_schemas_keys_in_order(bundl
 
 
 def test_a_folder_is_read_by_name_and_pieces_are_bounded(bundle, tmp_path, monkeypatch):
-    monkeypatch.setattr(score_inputs, "PIECE_ROWS", 7)
+    monkeypatch.setattr(parquet_rows.read_parquet, "__defaults__", (None, 7))
     seen = []
     predict = Bundle.predict
     monkeypatch.setattr(Bundle, "predict", lambda self, columns: (seen.append(len(columns)), predict(self, columns))[1])
@@ -199,7 +201,7 @@ def test_a_row_that_the_schema_refuses_ends_the_job_with_file_and_row(strict_bun
     _with_bad_rows(tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
         run(strict_bundle, [tmp_path / "a.parquet"], tmp_path / "scores.parquet")
-    assert "a.parquet: row 3 (from 0), column 'slot': " in caught.value.problem
+    assert "a.parquet: row 3 (from 0): column 'slot': " in caught.value.problem
     assert "id 8589934592 is out of range, num_embeddings is 10" in caught.value.problem
     assert "--on-bad-row null" in caught.value.remedy
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.parquet"]
@@ -235,6 +237,191 @@ def test_ids_without_a_row_follow_the_policy_and_are_counted(tmp_path, policy):
     assert any("'slot'" in warning and "5 out_of_range" in warning for warning in result["warnings"])
 
 
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+TEXT_SCHEMA = Schema(
+    name="text",
+    label=LabelColumn("label"),
+    dense=(DenseFeature("price"),),
+    sparse=(
+        SparseFeature("ad", num_embeddings=50, kind="hex"),
+        SparseFeature("slot", num_embeddings=10, kind="integer", transform="identity"),
+        SparseFeature(
+            "tags",
+            num_embeddings=20,
+            kind="integer",
+            transform="identity",
+            multi_valued=True,
+            separator="|",
+            weights="w",
+        ),
+    ),
+    input=TextInput(columns=("label", "price", "slot", "tags", "w", "ad"), short_rows="blank", min_fields=4),
+)
+
+
+def text_rows(count=40):
+    """Rows with the label, as text fields; blanks are empty."""
+    rows = []
+    for number in range(count):
+        tags = [str((number * 3 + k) % 20) for k in range(number % 4)]
+        weights = [str(0.25 * (k + 1)) for k in range(number % 4)]
+        rows.append(
+            {
+                "label": str(number % 2),
+                "price": "" if number % 5 == 2 else str(number / 4),
+                "slot": str(number % 10),
+                "tags": "|".join(tags),
+                "w": "|".join(weights),
+                "ad": "" if number % 9 == 4 else f"{number * 7919:08x}",
+            }
+        )
+    return rows
+
+
+def typed_table(rows):
+    """The same rows as training Parquet has them."""
+    plain = [
+        {
+            "price": float(row["price"]) if row["price"] else None,
+            "slot": int(row["slot"]),
+            "tags": [int(tag) for tag in row["tags"].split("|") if tag],
+            "w": [float(weight) for weight in row["w"].split("|") if weight],
+            "ad": row["ad"] or None,
+        }
+        for row in rows
+    ]
+    return pa.Table.from_pylist(plain, schema=TEXT_SCHEMA.arrow_schema(labels=False))
+
+
+def lines(rows, columns=TEXT_SCHEMA.input.columns, delimiter="\t"):
+    return "".join(delimiter.join(row[name] for name in columns) + "\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def text_bundle(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scoring") / "text"
+    return write_small_bundle(path, schema=TEXT_SCHEMA, examples=typed_table(text_rows(6)))
+
+
+def _compressed(path, text):
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    elif path.suffix == ".zst":
+        path.write_bytes(pa.compress(text.encode(), codec="zstd", asbytes=True))
+    else:
+        path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", ["day.tsv", "day.tsv.gz", "day.tsv.zst", "day.csv", "day.csv.gz"])
+def test_text_has_the_scores_of_the_same_rows_as_parquet(text_bundle, tmp_path, name):
+    rows = text_rows()
+    if ".csv" in name:
+        columns = ("ad", "label", "w", "tags", "slot", "price")
+        text = ",".join(columns) + "\n" + lines(rows, columns, ",")
+    else:
+        text = lines(rows)
+    path = _compressed(tmp_path / name, text)
+    result = run(text_bundle, [path], tmp_path / "scores.parquet", keys=["slot", "label"])
+    written = pq.read_table(tmp_path / "scores.parquet")
+    assert result["rows"] == 40 and result["bad_rows"] == 0
+    assert written.column("slot").to_pylist() == [row["slot"] for row in rows]
+    expected = Bundle.load(text_bundle).score(typed_table(rows))
+    np.testing.assert_allclose(written.column("score").to_numpy(), expected, atol=1e-6, rtol=0)
+    assert expected.std() > 0.05
+
+
+def test_ranges_of_a_text_file_join_without_a_seam(text_bundle, tmp_path, monkeypatch):
+    rows = text_rows()
+    (tmp_path / "a.tsv").write_text(lines(rows))
+    whole = run(text_bundle, [tmp_path / "a.tsv"], tmp_path / "whole.parquet")
+    monkeypatch.setattr(score_inputs, "RANGE_BYTES", 100)
+    cut = run(text_bundle, [tmp_path / "a.tsv"], tmp_path / "cut.parquet")
+    one, other = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("whole", "cut"))
+    assert len(score_inputs.open_inputs([str(tmp_path / "a.tsv")], TEXT_SCHEMA, []).parts) > 5
+    assert one.column("row").equals(other.column("row")) and whole["rows"] == cut["rows"] == 40
+    np.testing.assert_allclose(one.column("score").to_numpy(), other.column("score").to_numpy(), atol=1e-6, rtol=0)
+
+
+def test_text_without_the_label_is_scored_on_request_and_refused_otherwise(text_bundle, tmp_path):
+    rows = text_rows()
+    columns = TEXT_SCHEMA.input.columns[1:]
+    (tmp_path / "a.tsv").write_text(lines(rows, columns))
+    with pytest.raises(DataError, match=r"a\.tsv: line \d+"):  # its fields stand one to the left
+        run(text_bundle, [tmp_path / "a.tsv"], tmp_path / "scores.parquet")
+    run(text_bundle, [tmp_path / "a.tsv"], tmp_path / "scores.parquet", unlabelled=True)
+    written = pq.read_table(tmp_path / "scores.parquet").column("score").to_numpy()
+    expected = Bundle.load(text_bundle).score(typed_table(rows))
+    np.testing.assert_allclose(written, expected, atol=1e-6, rtol=0)
+
+
+def test_a_schema_without_text_columns_has_no_label_to_leave_out(bundle, tmp_path):
+    pq.write_table(small_table(3), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="--unlabelled"):
+        run(bundle, [tmp_path / "a.parquet"], tmp_path / "scores.parquet", unlabelled=True)
+
+
+def test_lines_that_cannot_be_read_keep_their_place(text_bundle, tmp_path, monkeypatch):
+    monkeypatch.setattr(score_inputs, "RANGE_BYTES", 300)
+    rows = text_rows()
+    broken = lines(rows).splitlines(keepends=True)
+    broken[5] = "1\t2\n"  # too few fields
+    broken[21] = broken[21].replace("\n", "\tmore\tand more\n")  # too many
+    broken[30] = lines([{**rows[30], "slot": "seven"}])  # no number
+    broken[33] = "\n"  # no line
+    (tmp_path / "a.tsv").write_text("".join(broken))
+    with pytest.raises(DataError) as caught:
+        run(text_bundle, [tmp_path / "a.tsv"], tmp_path / "scores.parquet")
+    assert "a.tsv: line 6: 2 fields, 6 expected" in caught.value.problem
+    result = run(text_bundle, [tmp_path / "a.tsv"], tmp_path / "scores.parquet", rule="null", keys=["ad"])
+    written = pq.read_table(tmp_path / "scores.parquet")
+    scores = written.column("score").to_pylist()
+    assert [row for row, score in enumerate(scores) if score is None] == [5, 21, 30, 33]
+    assert result["rows"] == 40 and result["bad_rows"] == 4
+    expected = Bundle.load(text_bundle).score(typed_table(rows))
+    good = [row for row in range(40) if row not in (5, 21, 30, 33)]
+    np.testing.assert_allclose([scores[row] for row in good], expected[good], atol=1e-6, rtol=0)
+    assert [written.column("ad")[row].as_py() for row in good] == [rows[row]["ad"] or None for row in good]
+
+
+def test_a_line_far_into_a_file_is_named_by_its_line(text_bundle, tmp_path, monkeypatch):
+    monkeypatch.setattr(score_inputs, "RANGE_BYTES", 100)
+    broken = lines(text_rows()).splitlines(keepends=True)
+    broken[34] = "1\t2\n"
+    (tmp_path / "a.tsv").write_text("".join(broken))
+    with pytest.raises(DataError, match=r"a\.tsv: line 35: 2 fields"):
+        run(text_bundle, [tmp_path / "a.tsv"], tmp_path / "scores.parquet")
+
+
+def test_a_compressed_file_that_was_cut_short_is_an_error_and_leaves_nothing(text_bundle, tmp_path):
+    path = _compressed(tmp_path / "a.tsv.gz", lines(text_rows()))
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match=r"a\.tsv\.gz: cannot be read to its end"):
+        run(text_bundle, [path], tmp_path / "scores.parquet")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.tsv.gz"]
+
+
+def test_a_csv_that_lacks_a_column_is_named_before_any_work(text_bundle, tmp_path):
+    """Case 29."""
+    columns = ("label", "price", "tags", "w", "ad")
+    (tmp_path / "a.csv").write_text(",".join(columns) + "\n" + lines(text_rows(), columns, ","))
+    with pytest.raises(DataError, match=r"a\.csv: no column 'slot'"):
+        run(text_bundle, [tmp_path / "a.csv"], tmp_path / "scores.parquet")
+
+
+def test_real_criteo_rows_are_scored_by_the_stated_rule(shared_data, tmp_path):
+    """Case 30: short rows are padded with blanks; every line has a score, and the CSV with a header as well."""
+    schema = Schema.load("criteo")
+    examples = pa.Table.from_pylist([{"I1": 1.0, "C1": "68fd1e64"}, {}], schema=schema.arrow_schema(labels=False))
+    bundle = write_small_bundle(tmp_path / "bundle", schema=schema, examples=examples)
+    result = run(bundle, [shared_data / "criteo_raw_1000.tsv"], tmp_path / "raw.parquet")
+    scores = pq.read_table(tmp_path / "raw.parquet").column("score")
+    assert result["rows"] == 1000 and result["bad_rows"] == scores.null_count == 0
+    sample = run(bundle, [shared_data / "criteo_sample_200.csv"], tmp_path / "sample.parquet", rule="null")
+    assert sample["rows"] == 200
+
+
 # ---- the output ----------------------------------------------------------------------------------------------------
 
 
@@ -256,19 +443,19 @@ def test_what_is_there_is_kept_unless_it_may_be_replaced(bundle, tmp_path):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DataError])
 def test_an_interruption_leaves_the_old_scores_and_nothing_else(bundle, tmp_path, monkeypatch, error):
-    monkeypatch.setattr(score_inputs, "PIECE_ROWS", 10)
+    monkeypatch.setattr(parquet_rows.read_parquet, "__defaults__", (None, 10))
     pq.write_table(small_table(50), tmp_path / "a.parquet")
     out = tmp_path / "scores.parquet"
     out.write_text("old")
-    score_piece, calls = scoring.score_piece, []
+    predict, calls = Bundle.predict, []
 
-    def interrupted(*arguments):
+    def interrupted(self, columns):
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == 4:  # the first call is for the bundle's own examples
             raise error("stop")
-        return score_piece(*arguments)
+        return predict(self, columns)
 
-    monkeypatch.setattr(scoring, "score_piece", interrupted)
+    monkeypatch.setattr(Bundle, "predict", interrupted)
     with pytest.raises(error):
         run(bundle, [tmp_path / "a.parquet"], out, overwrite=True)
     assert out.read_text() == "old"
@@ -339,7 +526,7 @@ def test_ray_writes_the_same_file(strict_bundle, tmp_path):
 @pytest.mark.ray
 def test_a_bad_row_met_by_ray_ends_the_job_as_it_does_without(strict_bundle, tmp_path):
     _with_bad_rows(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet: row 3 \(from 0\), column 'slot'"):
+    with pytest.raises(DataError, match=r"a\.parquet: row 3 \(from 0\): column 'slot'"):
         run(strict_bundle, [tmp_path / "a.parquet"], tmp_path / "scores.parquet", engine="ray")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.parquet"]
 

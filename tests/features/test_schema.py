@@ -105,6 +105,15 @@ def test_features_that_share_a_table_must_agree():
         ("[[dense]]\nname='a'\nstd=0.0\ntransform='standardize'", "std"),
         ("[[dense]]\nname='a'\nmean=2.0", "belong to transform"),
         ("id_policy='drop'\n[[dense]]\nname='a'", "id_policy"),
+        (
+            "[[dense]]\nname='a'\n[[sparse]]\nname='b'\ncolumn='a'\nnum_embeddings=4",
+            "column 'a' cannot be number .*and text",
+        ),
+        (
+            "[[sparse]]\nname='a'\nnum_embeddings=4\nmulti_valued=true\n[[sparse]]\nname='b'\ncolumn='a'\nnum_embeddings=4",
+            "column 'a' cannot be list of text .*and text",
+        ),
+        ("[[sparse]]\nname='a'\nnum_embeddings=4\nweights='a'", "column 'a' cannot be text .*and weight"),
         ("version=2\n[[dense]]\nname='a'", "version 2"),
         ("", "no feature"),
         ("[[dense]]\nname=", "not valid TOML"),

@@ -135,3 +135,12 @@ def test_the_real_csv_sample_converts(shared_data):
     assert [value or "" for value in table["C3"].to_pylist()] == text["C3"].to_pylist()
     columns = Transformer(schema)(table)
     assert columns.counts.tables["C1"] == {"ids": 200} and set(columns.labels) == {0.0, 1.0}
+
+
+def test_a_column_that_is_a_number_and_an_id_keeps_every_digit_of_the_id():
+    schema = Schema("s", dense=(DenseFeature("n", column="x"),), sparse=(SparseFeature("x", 9, kind="integer"),))
+    table, problems = to_storage(pa.table({"x": ["9007199254740993", "", "7"]}), schema, "a.csv", labels=False)
+    assert not problems and table.schema.equals(schema.arrow_schema())
+    assert table["x"].to_pylist() == [2**53 + 1, None, 7]
+    _, problems = to_storage(pa.table({"x": ["7.5"]}), schema, "a.csv", labels=False)
+    assert [(problem.column, problem.reason) for problem in problems] == [("x", "not_an_integer")]

@@ -297,3 +297,16 @@ def test_criteo_rows_of_the_real_sample(shared_data):
     expected = [math.copysign(math.log1p(abs(v)), v) for v in second]
     np.testing.assert_allclose(columns.dense[:, 1], expected, rtol=1e-6)
     assert min(second) < 0
+
+
+def test_a_threshold_that_float32_cannot_hold_still_counts_its_own_value():
+    for threshold in (0.7, 3.7, 0.1, 4.3):
+        assert _labels([threshold, threshold - 0.01], threshold=threshold)[0] == [1, 0]
+
+
+def test_an_infinite_value_is_a_fault_even_where_negatives_are_clipped_or_blank():
+    for negative in ("clip", "blank", "keep"):
+        with pytest.raises(DataError, match=r"row 0 .*infinite"):
+            _dense([float("-inf")], negative=negative)
+    with pytest.raises(DataError, match=r"row 1 .*'y'.*infinite"):
+        _labels([5.0, float("inf")], threshold=4.0)

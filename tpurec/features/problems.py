@@ -68,3 +68,17 @@ def integer_problem(bags: Bags, feature: SparseFeature) -> Problem:
         lambda k: f"sparse feature {feature.name!r}: id {found[k].as_py()!r} is no whole number within int64",
         "Correct the id, or set the feature's kind to text.",
     )
+
+
+def refuse_infinite(column: str, values: np.ndarray, problems: list[Problem]) -> None:
+    """Report infinite numbers.
+
+    Args:
+        column: column name.
+        values: float64 [N], infinite also where the raw value was beyond float32.
+        problems: where to report.
+    """
+    bad = np.flatnonzero(np.isinf(values))
+    if len(bad):
+        remedy = "Correct the value, or leave it blank."
+        problems.append(Problem(column, "infinite", bad, lambda k: "the value is infinite, or beyond float32", remedy))

@@ -59,11 +59,7 @@ class Schema:
         if not self.dense and not self.sparse:
             raise ValueError("the schema has no feature")
         _refuse_twice("feature", [f.name for f in (*self.dense, *self.sparse)])
-        weights = [f.weights for f in self.sparse if f.weights]
-        ids = {f.column for f in self.sparse}
-        for column in weights:
-            if column in ids:
-                raise ValueError(f"column {column!r} is used both as ids and as weights")
+        _storage_kinds(self)
         _check_tables(self)
         _check_hash_policy(self)
 
@@ -199,17 +195,12 @@ class Schema:
         """
         import pyarrow as pa
 
-        fields: dict[str, pa.DataType] = {}
-        if labels and self.label is not None:
-            fields[self.label.column] = pa.float32()
-        for dense in self.dense:
-            fields.setdefault(dense.column, pa.float32())
-        for sparse in self.sparse:
-            one = pa.int64() if sparse.kind == "integer" else pa.string()
-            fields[sparse.column] = pa.list_(one) if sparse.multi_valued else one
-            if sparse.weights:
-                fields[sparse.weights] = pa.list_(pa.float32()) if sparse.multi_valued else pa.float32()
-        return self.with_metadata(pa.schema([pa.field(name, type_) for name, type_ in fields.items()]))
+        types = {"number": pa.float32(), "integer": pa.int64(), "text": pa.string(), "weight": pa.float32()}
+        fields = []
+        for column, (kind, multi_valued) in _storage_kinds(self).items():
+            if labels or self.label is None or column != self.label.column:
+                fields.append(pa.field(column, pa.list_(types[kind]) if multi_valued else types[kind]))
+        return self.with_metadata(pa.schema(fields))
 
     def columns(self, labels: bool = True, keys: bool = False) -> list[str]:
         """Names of the columns that are read, each once; a reader needs no others.
@@ -292,6 +283,25 @@ def _refuse_twice(what: str, names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{what} {name!r} is there twice")
+
+
+def _storage_kinds(schema: Schema) -> dict[str, tuple[str, bool]]:
+    """Column to (number | integer | text | weight, multi_valued): a column that several features use has one type."""
+    uses = [(schema.label.column, "number", False)] if schema.label is not None else []
+    uses += [(dense.column, "number", False) for dense in schema.dense]
+    for sparse in schema.sparse:
+        uses.append((sparse.column, "integer" if sparse.kind == "integer" else "text", sparse.multi_valued))
+        if sparse.weights:
+            uses.append((sparse.weights, "weight", sparse.multi_valued))
+    kinds: dict[str, tuple[str, bool]] = {}
+    for column, *use in uses:
+        before = kinds.setdefault(column, tuple(use))
+        if {before, tuple(use)} == {("number", False), ("integer", False)}:
+            kinds[column] = ("integer", False)  # such as an age: a number and an id
+        elif before != tuple(use):
+            shown = [("list of " if multi_valued else "") + kind for kind, multi_valued in (before, tuple(use))]
+            raise ValueError(f"column {column!r} cannot be {shown[0]} for one feature and {shown[1]} for another")
+    return kinds
 
 
 def _check_tables(schema: Schema) -> None:

@@ -22,7 +22,7 @@ from tpurec.features.arrow_columns import (
     split,
     weight_bags,
 )
-from tpurec.features.problems import Problem, integer_problem
+from tpurec.features.problems import Problem, integer_problem, refuse_infinite
 from tpurec.features.schema import Schema
 from tpurec.features.transform import label_values
 from tpurec.features.weights import match_weights, refuse_bad_weights
@@ -58,7 +58,7 @@ def to_storage(
         arrays[schema.label.column] = _stored_numbers(numbers(table.column(schema.label.column)))
     for dense in schema.dense:
         values = numbers(table.column(dense.column))
-        _refuse_infinite(dense.column, values, problems)
+        refuse_infinite(dense.column, values, problems)
         arrays[dense.column] = _stored_numbers(values)
     for sparse in schema.sparse:
         bags = id_bags(table.column(sparse.column), sparse)
@@ -83,14 +83,7 @@ def _parse_text(
     table: pa.Table | pa.RecordBatch, schema: Schema, problems: list[Problem], labels: bool
 ) -> pa.Table | pa.RecordBatch:
     """Replace text by numbers where the schema wants numbers."""
-    wanted = [schema.label.column] if labels and schema.label is not None else []
-    wanted += [dense.column for dense in schema.dense]
-    wanted += [sparse.weights for sparse in schema.sparse if sparse.weights and not sparse.multi_valued]
-    for column in dict.fromkeys(wanted):
-        if _has_text(table, column):
-            values, bad = _numbers_of_text(one_array(table.column(column)))
-            _report(column, bad, table, problems)
-            table = _replaced(table, column, values)
+    # Ids first: a column that is an id and a number must not lose digits of the id.
     for sparse in schema.sparse:
         if sparse.kind == "integer" and not sparse.multi_valued and _has_text(table, sparse.column):
             bags = integers_of_text(one_array(table.column(sparse.column)), None)
@@ -102,6 +95,14 @@ def _parse_text(
             values, bad = _numbers_of_text(pieces)
             _report(sparse.weights, Bags(values, lengths).row_of(bad), table, problems)
             table = _replaced(table, sparse.weights, _in_bags(values, lengths))
+    wanted = [schema.label.column] if labels and schema.label is not None else []
+    wanted += [dense.column for dense in schema.dense]
+    wanted += [sparse.weights for sparse in schema.sparse if sparse.weights and not sparse.multi_valued]
+    for column in dict.fromkeys(wanted):
+        if _has_text(table, column):
+            values, bad = _numbers_of_text(one_array(table.column(column)))
+            _report(column, bad, table, problems)
+            table = _replaced(table, column, values)
     return table
 
 
@@ -130,13 +131,6 @@ def _numbers_of_text(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
         good = pc.match_substring_regex(texts, _NUMBER)
         values = pc.if_else(good, texts, pa.scalar(None, texts.type)).cast(pa.float64())
         return values, np.flatnonzero(pc.equal(good, False).fill_null(False).to_numpy(zero_copy_only=False))
-
-
-def _refuse_infinite(column: str, values: np.ndarray, problems: list[Problem]) -> None:
-    bad = np.flatnonzero(np.isinf(values))
-    if len(bad):
-        remedy = "Correct the value, or leave it blank."
-        problems.append(Problem(column, "infinite", bad, lambda k: "the value is infinite, or beyond float32", remedy))
 
 
 def _stored_numbers(values: np.ndarray) -> pa.Array:

@@ -12,7 +12,7 @@ from tpurec.features.arrow_columns import Bags, check_types, id_bags, numbers, o
 from tpurec.features.columns import Columns, Counts, SparseColumn
 from tpurec.features.feature_specs import DenseFeature, LabelColumn
 from tpurec.features.id_policy import BLANK, REASONS, REMEDY, IdMap
-from tpurec.features.problems import Problem, integer_problem, raise_first
+from tpurec.features.problems import Problem, integer_problem, raise_first, refuse_infinite
 from tpurec.features.schema import Schema
 from tpurec.features.weights import match_weights, refuse_bad_weights
 
@@ -181,10 +181,11 @@ def label_values(column: pa.Array | pa.ChunkedArray, label: LabelColumn, problem
     if label.missing is not None:
         values = np.where(values == np.float32(label.missing), np.nan, values)
     if label.threshold is not None:
-        missing = np.isnan(values)
-        values = (values >= label.threshold).astype(np.float32)
-        values[missing] = np.nan
-        return values
+        refuse_infinite(label.column, values, problems)
+        # Values were rounded to float32, so that 0.7 counts as 0.7 only beside a threshold that was rounded too.
+        labels = (values >= np.float32(label.threshold)).astype(np.float32)
+        labels[np.isnan(values)] = np.nan
+        return labels
     bad = np.flatnonzero((values < 0) | (values > 1))
     if len(bad):
         found = values[bad]
@@ -202,6 +203,7 @@ def label_values(column: pa.Array | pa.ChunkedArray, label: LabelColumn, problem
 
 def _dense(column: pa.ChunkedArray, feature: DenseFeature, problems: list[Problem]) -> np.ndarray:
     values = numbers(column)
+    refuse_infinite(feature.column, values, problems)
     if feature.negative == "blank":
         values = np.where(values < 0, np.nan, values)
     elif feature.negative == "clip":
@@ -209,17 +211,6 @@ def _dense(column: pa.ChunkedArray, feature: DenseFeature, problems: list[Proble
     blank = np.isnan(values)
     if blank.any():
         values = np.where(blank, np.float64(np.float32(feature.blank)), values)
-    infinite = np.flatnonzero(np.isinf(values))
-    if len(infinite):
-        problems.append(
-            Problem(
-                feature.column,
-                "infinite",
-                infinite,
-                lambda k: f"dense feature {feature.name!r} is infinite, or beyond float32",
-                "Correct the value, or leave it blank.",
-            )
-        )
     if feature.transform == "log1p":
         return np.copysign(np.log1p(np.abs(values)), values)
     if feature.transform == "standardize":

@@ -151,7 +151,7 @@ def test_cpu_ranks_have_no_groups():
 def test_assumptions_are_checked_and_explained():
     with pytest.raises(ConfigError, match="rung_padding = 0: must be greater"):
         Assumptions(rung_padding=0)
-    with pytest.raises(ConfigError, match="reserve_share = 1.2: is a share"):
+    with pytest.raises(ConfigError, match=r"reserve_share = 1.2: is a share"):
         Assumptions(reserve_share=1.2)
     with pytest.raises(ConfigError, match="finite"):
         Assumptions(hbm_bytes_per_second=float("nan"))

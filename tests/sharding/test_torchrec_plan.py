@@ -71,9 +71,9 @@ def test_what_is_not_ours_is_refused(made):
         from_torchrec(sharding, TABLES, "v6e-16", 1600)
     sharding = to_torchrec(made, "ebc")
     sharding.plan["ebc"]["d"].sharding_spec.shards[0].shard_sizes[0] = 4999
-    with pytest.raises(ConfigError, match="'d'.*exactly once"):
+    with pytest.raises(ConfigError, match=r"'d'.*exactly once"):
         from_torchrec(sharding, TABLES, "v6e-16", 1600)
     sharding = to_torchrec(made, "ebc")
     del sharding.plan["ebc"]["d"].sharding_spec.shards[:]
-    with pytest.raises(ConfigError, match="'d'.*lists no shards"):
+    with pytest.raises(ConfigError, match=r"'d'.*lists no shards"):
         from_torchrec(sharding, TABLES, "v6e-16", 1600)

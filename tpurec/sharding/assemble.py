@@ -71,9 +71,8 @@ class Assembly:
         padding = space.padding(self._state.pair_ids)
         load = own.uniform + padding * own.padded + own.lump
         parts = {name: float(load[i]) for i, name in enumerate(PARTS) if load[i] > 0}
-        return PlacedTable(
-            table, choice.sharding, choice.exchange, tuple(shards), sum(parts.values(), 0.0), parts, self._reason(position)
-        )
+        seconds, why = sum(parts.values(), 0.0), self._reason(position)
+        return PlacedTable(table, choice.sharding, choice.exchange, tuple(shards), seconds, parts, why)
 
     def _own_choice(self, position: int, choice: Choice) -> Choice:
         """The table's share of a choice that it may make together with other tables."""

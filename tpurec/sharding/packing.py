@@ -20,6 +20,7 @@ from tpurec.sharding.space import NUM_PARTS, Item, Placement, Space, State
 
 _ENOUGH = 1e-9  # relative gain below which a move is noise
 _POWERS = (16,)  # powers of two: computed by squaring
+_IMPROVE_ALL = 2_000  # items x ranks up to which every start is improved
 _NO_RANKS = np.zeros(0, dtype=np.int64)
 
 
@@ -134,7 +135,10 @@ class Packer:
         return [position for _, position in sorted(keys)]
 
     def search(self, limits: int = 4) -> Placement:
-        """Start from the linear program's answer and from several limits on lumps, improve, and keep the best.
+        """Start from several placements, improve the most promising ones (of small problems all), and keep the best.
+
+        The starts: smallest lumps; what the linear program favours; least mean load under several limits on lumps; and,
+        because latencies fall only when the last table that causes them changes, no exchange at all.
 
         Args:
             limits: how many limits on lumps to try.
@@ -144,18 +148,31 @@ class Packer:
         """
         smallest = self.construct(self.picks(0.0))
         starts = {tuple(smallest.choice): smallest}
-        program = fractional_choices(self.space, smallest.cost().seconds)
-        peaks = [float(self.price @ choice.lump) for item in self.space.items for choice in item.choices]
-        high = max(peaks) + 1e-12
-        wanted = [program] if program is not None else []
+        high = max(float(self.price @ choice.lump) for item in self.space.items for choice in item.choices) + 1e-12
+        program = fractional_choices(self.space, self.value(smallest))
+        wanted = [] if program is None else [program]
         wanted += [self.picks(float(limit)) for limit in np.geomspace(high / 1e3, high, limits)]
+        wanted += self._without_exchange()
         for picks in wanted:
             if tuple(picks) not in starts and not self.out_of_time():
                 starts[tuple(picks)] = self.construct(picks)
-        best_made = min(starts.values(), key=self.value)
-        by_program = starts.get(tuple(wanted[0]), smallest)
-        chosen = {id(state): state for state in (smallest, by_program, best_made)}
+        if len(self.space.items) * self.space.model.num_ranks > _IMPROVE_ALL:
+            best_made = min(starts.values(), key=self.value)
+            by_program = smallest if program is None else starts.get(tuple(program), smallest)
+            chosen = {id(state): state for state in (smallest, by_program, best_made)}
+        else:
+            chosen = {id(state): state for state in starts.values()}
         return min((self.improve(state) for state in chosen.values()), key=self.value).placement()
+
+    def _without_exchange(self) -> list[list[int]]:
+        """Every item replicated, if all of them can be."""
+        found = []
+        for item in self.space.items:
+            local = [position for position, choice in enumerate(item.choices) if not choice.flags and not choice.copies]
+            if not local:
+                return []
+            found.append(local[0])
+        return [found]
 
 
 class _Board:

@@ -41,9 +41,11 @@ _SPEEDS = (
     "combine_bundles",
     "optimizer_bundles",
 )
-_LINK_FACTORS = (1.0, 8.0, 0.125)
+_LINK_FACTORS = (1.0, 8.0, 0.125, 64.0, 1 / 64)
 _LARGE = 60_000  # tables x ranks
-_BYTE_PRICES = (1e-2, 1e-1, 1.0, 10.0, 100.0)  # seconds for all bytes, in units of the step
+_AFRESH = 300  # tables x ranks up to which each reference is searched from several starts of its own
+_BYTE_PRICES = tuple(10.0 ** (step / 3) for step in range(-6, 10))  # seconds for all bytes, in units of the step
+_COMPACT = 1.02  # a placement this close to the most compact one needs no more compact ones
 _TIE_PRICE = 1e-5
 
 
@@ -87,26 +89,20 @@ def search(
         placement = best_of_all(space, capacity)
         if placement is not None:
             return Found(placement, space.cost(placement), True, True, False)
-    best: Found | None = None
-    for placement, lazily in _candidates(space, tables, slice_, given, clock):
+    documented = _documented(given, slice_)
+    compact = _compact(Space(tables, CostModel(slice_, space.model.batch_size, documented)), clock)
+    cost = space.cost(compact)
+    best = Found(compact, cost, cost.bytes <= capacity, False, False)
+    if not best.fits:  # the rule for what fits, whatever the speeds
+        return dataclasses.replace(best, stopped_early=clock.over)
+    for placement, lazily in _candidates(space, tables, slice_, documented, clock):
         cost = space.cost(placement)
         fits = cost.bytes <= capacity
-        if best is None or _better(cost, fits, best):
+        if fits and (cost.seconds, cost.bytes) < (best.cost.seconds, best.cost.bytes):
             best = Found(placement, cost, fits, False, False)
-        if clock.over and best.fits:
+        if clock.over or (lazily and fits):
             break
-        if lazily and best.fits:
-            break
-    assert best is not None
     return dataclasses.replace(best, stopped_early=clock.over)
-
-
-def _better(cost: Cost, fits: bool, best: Found) -> bool:
-    if fits != best.fits:
-        return fits
-    if not fits:
-        return cost.bytes < best.cost.bytes
-    return (cost.seconds, cost.bytes) < (best.cost.seconds, best.cost.bytes)
 
 
 class _Clock:
@@ -120,19 +116,17 @@ class _Clock:
 
 
 def _candidates(
-    space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, given: Assumptions, clock: Callable[[], bool]
+    space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, documented: Assumptions, clock: Callable[[], bool]
 ) -> Iterator[tuple[Placement, bool]]:
     """Placements, and whether the rest can be skipped once one fits."""
-    documented = dataclasses.replace(
-        given, **{name: getattr(Assumptions(), name) for name in _SPEEDS}
-    ).on(slice_)  # fmt: skip
     large = len(tables) * slice_.num_ranks > _LARGE
+    afresh = len(tables) * slice_.num_ranks <= _AFRESH
     start: Placement | None = None
     for factor in _LINK_FACTORS[: 1 if large else None]:
         speeds = dataclasses.replace(documented, link_bytes_per_second=documented.link_bytes_per_second * factor)
         reference = Space(tables, CostModel(slice_, space.model.batch_size, speeds))
         exactly = space.model.assume == dataclasses.replace(speeds, **_memory(space.model.assume))
-        chain = _chain(reference, start, clock)
+        chain = _chain(reference, None if afresh else start, clock)
         first = next(chain)
         start = start or first
         yield first, large and exactly
@@ -148,22 +142,30 @@ def _chain(space: Space, start: Placement | None, clock: Callable[[], bool]) -> 
     """The fastest placement found for a space, then ever more compact ones, none of them faster than those before."""
     scale = space.constant_seconds / (space.constant_bytes + 1.0)
     packer = Packer(space, scale * _TIE_PRICE, clock)
-    state = State.of(space, packer.search() if start is None else start)
-    if start is not None:
-        packer.improve(state)
-    made = [state.placement()]
-    yield made[0]
-    slowest = space.cost(made[0]).seconds
+    state = State.of(space, packer.search()) if start is None else packer.improve(State.of(space, start))
+    first = state.placement()
+    yield first
+    smallest = space.cost(_compact(space, clock)).bytes
+    made, slowest = {first}, space.cost(first).seconds
     for price in _BYTE_PRICES:
-        dearer = Packer(space, scale * price, clock)
-        dearer.improve(state)
+        if space.cost(state.placement()).bytes <= smallest * _COMPACT:
+            break
+        state = Packer(space, scale * price, clock).improve(state)
         placement = state.placement()
         found = space.cost(placement).seconds
         if placement not in made and found >= slowest:
-            made.append(placement)
+            made.add(placement)
             slowest = found
             yield placement
-    compact = Packer(space, 1.0, clock)
-    placement = compact.improve(compact.construct(compact.picks(0.0))).placement()
-    if placement not in made:
-        yield placement
+
+
+def _compact(space: Space, clock: Callable[[], bool]) -> Placement:
+    """The placement with the least memory found; time only breaks ties."""
+    packer = Packer(space, 1.0, clock)
+    return packer.improve(packer.construct(packer.picks(0.0)), powers=()).placement()
+
+
+def _documented(given: Assumptions, slice_: SliceTopology) -> Assumptions:
+    """The caller's assumptions with the slice's own speeds and memory."""
+    defaults = Assumptions()
+    return dataclasses.replace(given, **{name: getattr(defaults, name) for name in _SPEEDS}).on(slice_)

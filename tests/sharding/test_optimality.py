@@ -1,0 +1,116 @@
+"""Plans of small problems against brute force, and lower bounds that hold."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from tests.sharding.problems import random_tables
+from tpurec.sharding import search as search_module
+from tpurec.sharding.assumptions import Assumptions
+from tpurec.sharding.bound import lower_bound
+from tpurec.sharding.planner import make_space, plan
+from tpurec.sharding.space import Placement
+from tpurec.topology.slices import SliceTopology
+
+SLICES = ("cpu-2", "cpu-3", "v6e-4", "v5p-8", "v6e-8")
+
+
+def small_problem(seed):
+    """Random tables on a few ranks, random link speed and memory: every kind of sharding gets its chance."""
+    rng = np.random.default_rng(seed)
+    slice_ = SliceTopology.parse(SLICES[seed % len(SLICES)])
+    count = 2 if slice_.num_ranks > 4 else int(rng.integers(2, 4))
+    tables = random_tables(rng, count, largest=float(rng.choice([1e4, 3e6])))
+    total = sum(t.weight_bytes + t.state_bytes for t in tables)
+    needed = 2**28 + total / slice_.num_ranks * float(rng.choice([1.3, 2.0, 5.0]))
+    base = Assumptions().on(slice_)
+    assumptions = Assumptions(
+        dense_parameters=1000,
+        program_bytes=2**20,
+        reserve_share=0.0,
+        hbm_bytes=int(needed),
+        link_bytes_per_second=base.link_bytes_per_second * float(rng.choice([0.03, 1.0, 30.0])),
+    )
+    return tables, slice_, 96 * slice_.num_ranks, assumptions
+
+
+def brute_force(space):
+    """Seconds of the fastest placement that fits, by trying every one with the evaluator."""
+    ranks = range(space.model.num_ranks)
+    options = []
+    for item in space.items:
+        mine = []
+        for number, choice in enumerate(item.choices):
+            if choice.group:
+                mine += [(number, tuple(sorted(map(int, g)))) for g in space.groups[choice.group]]
+            else:
+                mine += [(number, owners) for owners in combinations(ranks, choice.copies)]
+        options.append(mine)
+    best = None
+    for picks in product(*options):
+        cost = space.cost(Placement(tuple(c for c, _ in picks), tuple(r for _, r in picks)))
+        if cost.bytes <= space.model.capacity_bytes and (best is None or cost.seconds < best):
+            best = cost.seconds
+    return best
+
+
+def compare(seeds, monkeypatch, heuristic):
+    """Seconds above the optimum, as a share, per problem that has a plan."""
+    if heuristic:
+        monkeypatch.setattr(search_module, "is_small", lambda space: False)
+    above = []
+    for seed in seeds:
+        tables, slice_, batch, assumptions = small_problem(seed)
+        space = make_space(tables, slice_, batch, assumptions)
+        best = brute_force(space)
+        answer = plan(tables, slice_, batch, assumptions)
+        assert answer.fits == (best is not None), seed
+        if best is None:
+            continue
+        found = answer.estimates
+        assert found.hbm_bytes_max <= space.model.capacity_bytes + 1
+        assert found.step_seconds >= best * (1 - 1e-9), seed  # brute force missed nothing
+        assert found.lower_bound_seconds <= best * (1 + 1e-9), seed  # the bound holds for the true optimum
+        above.append(found.step_seconds / best - 1)
+    return np.array(above)
+
+
+def test_small_plans_are_optimal(monkeypatch):
+    above = compare(range(20), monkeypatch, heuristic=False)
+    assert len(above) >= 15
+    assert above.max() <= 1e-9
+
+
+def test_the_heuristic_alone_is_close_on_small_problems(monkeypatch):
+    above = compare(range(10), monkeypatch, heuristic=True)
+    assert above.max() <= 0.05
+    assert np.median(above) <= 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_200_small_problems_against_brute_force(monkeypatch):
+    above = compare(range(200), monkeypatch, heuristic=False)
+    assert len(above) >= 150
+    assert above.max() <= 0.05 and np.median(above) <= 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_200_small_problems_by_heuristic_against_brute_force(monkeypatch):
+    above = compare(range(200), monkeypatch, heuristic=True)
+    assert len(above) >= 150
+    assert above.max() <= 0.05 and np.median(above) <= 1e-9
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_linear_bound_is_below_the_optimum(seed):
+    tables, slice_, batch, assumptions = small_problem(seed)
+    space = make_space(tables, slice_, batch, assumptions)
+    answer = plan(tables, slice_, batch, assumptions)
+    if answer.fits:
+        optimum = answer.estimates.step_seconds
+        for known in (optimum, 3 * optimum):
+            bound = lower_bound(space, known, space.model.capacity_bytes)
+            assert 0 < bound.seconds <= optimum * (1 + 1e-9)

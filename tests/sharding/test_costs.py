@@ -1,5 +1,7 @@
 """The cost model against sums done by hand."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -194,3 +196,10 @@ def test_every_assumption_can_be_overridden_and_changes_something():
             silent.append(spec_field.name)
     # the largest tensor only decides into how many tensors a stack is split
     assert silent == ["max_tensor_bytes"]
+
+
+def test_the_documentation_lists_every_assumption_as_the_code_has_it():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    section = text.split("## Assumptions")[1].split("\n## ")[0]
+    listed = [line for line in section.splitlines() if line.startswith("| `")]
+    assert listed == [f"| `{name}` | {' | '.join(rest)} |" for name, *rest in rows_of_table()]

@@ -319,11 +319,7 @@ class _Bags:
         plan, chunk = self.plan, self.plan.chunk_rows
         slot, offsets = self._slot(t), self.offsets_v.at[lax.rem(t, 2)]
 
-        @plsc.parallel_loop(0, plan.block_bags, unroll=2)
-        def _(bag):
-            for start in range(0, plan.accumulator_words, self.lanes):
-                self.sums_v[slot, bag, pl.ds(start, self.lanes)] = jnp.zeros((self.lanes,), FLOAT32)
-
+        self._zero(slot)
         start = offsets[pl.ds(0, self.lanes)][0]
         end = offsets[pl.ds(plan.block_bags, self.lanes)][0]
 
@@ -338,16 +334,22 @@ class _Bags:
             high = jnp.minimum(end - c * chunk, chunk)
             steps = (high - low + plan.step_rows - 1) // plan.step_rows
             next_last = self._find_bags(offsets, c * chunk, low, steps, start, end, last)
-            self._add_rows(slot, rows, rows.slot(c), low, steps, last)
+            self._add_rows(slot, rows, rows.slot(c), low, steps, jnp.where(last < 0, self.spare, last))
             return jnp.maximum(ready, c + 1), next_last
 
         first_chunk = start // chunk
         end_chunk = jnp.where(end > start, (end + chunk - 1) // chunk, first_chunk)
-        ready, _ = lax.fori_loop(first_chunk, end_chunk, one_chunk, (ready, INT32(self.spare)))
+        ready, _ = lax.fori_loop(first_chunk, end_chunk, one_chunk, (ready, INT32(-1)))
         return ready
 
+    def _zero(self, slot) -> None:
+        @plsc.parallel_loop(0, self.plan.block_bags, unroll=2)
+        def _(bag):
+            for start in range(0, self.plan.accumulator_words, self.lanes):
+                self.sums_v[slot, bag, pl.ds(start, self.lanes)] = jnp.zeros((self.lanes,), FLOAT32)
+
     def _find_bags(self, offsets, base, low, steps, start, end, last):
-        """Write the bag of each position of a chunk; returns that of the last one.
+        """Write the bag of each position of a chunk; returns that of the last one, -1 before the first bag.
 
         The first position of every bag that is not empty is marked with the bag; a running maximum carries it on.
         """
@@ -369,12 +371,10 @@ class _Bags:
             bag = jnp.maximum(plsc.cummax(marks), last + 1) - 1
             position = base + at + lane
             inside = (position >= start) & (position < end)
-            bag = jnp.where(inside, bag, self.spare)
-            self.bag_v[pl.ds(at, lanes)] = bag
+            self.bag_v[pl.ds(at, lanes)] = jnp.where(inside, bag, self.spare)
             return bag[lanes - 1]
 
-        before = jnp.where(last == self.spare, -1, last)
-        return lax.fori_loop(0, steps * (plan.step_rows // lanes), one_vector, before)
+        return lax.fori_loop(0, steps * (plan.step_rows // lanes), one_vector, last)
 
     def _add_rows(self, slot, rows, ring_slot, low, steps, last):
         """Add the rows of a chunk to their bags, a group of columns at a time."""

@@ -18,6 +18,7 @@ def _all_available():
     return {name: Finding(True, "1", "") for name in (*doctor.PACKAGES, *doctor.PROGRAMS)}
 
 
+@pytest.mark.multiprocess
 def test_one_entry_a_component_with_available_version_and_reason():
     child = subprocess.run(
         [sys.executable, "-m", "tpurec.cli", "doctor", "--json"],

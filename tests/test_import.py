@@ -10,7 +10,17 @@ from tpurec.errors import MissingExtra
 
 HEAVY = ("torch", "torchrec", "jax", "jaxlib", "ray", "fbgemm_gpu", "torch_tpu", "libtpu", "fastapi", "plotly")
 # Modules of the lower layers that planner, readers and request path import: none of them may need the extras.
-LIGHT_MODULES = ("tpurec", "tpurec.cli", "tpurec.config", "tpurec.extras", "tpurec.reporting")
+LIGHT_MODULES = (
+    "tpurec",
+    "tpurec.bundle",
+    "tpurec.cli",
+    "tpurec.config",
+    "tpurec.extras",
+    "tpurec.features",
+    "tpurec.models",
+    "tpurec.reporting",
+    "tpurec.topology",
+)
 
 
 def _python(code):
@@ -27,7 +37,7 @@ def test_import_loads_neither_torch_nor_torchrec_nor_jax_nor_ray(module):
     assert set(HEAVY).isdisjoint(loaded)
 
 
-@pytest.mark.parametrize("module", [*LIGHT_MODULES, "tpurec.bundle", "pipelines.scoring", "serving.app"])
+@pytest.mark.parametrize("module", [*LIGHT_MODULES, "pipelines.scoring", "serving.app"])
 def test_import_works_with_the_optional_parts_unimportable(module):
     """Case 37: not installed, and installed but broken, look the same to an import hook that refuses."""
     code = (

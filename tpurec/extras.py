@@ -33,7 +33,8 @@ def require(module: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != top:  # the extra is there but broken: hiding that would send people the wrong way
+        # Something else is missing: the extra is there but broken, and hiding that would send people the wrong way.
+        if error.name is None or error.name.partition(".")[0] != top:
             raise
         extra = EXTRA_OF_MODULE[top]
         raise MissingExtra(

@@ -15,7 +15,7 @@ from pipelines.data import parquet_rows
 from pipelines.scoring import score_files
 from tests.bundle.small import small_table, write_pooled_bundle, write_small_bundle
 from tpurec.bundle import Bundle, BundleError
-from tpurec.errors import ConfigError, DataError
+from tpurec.errors import ConfigError, DataError, MissingExtra
 from tpurec.features import DenseFeature, LabelColumn, Schema, SparseFeature, TextInput
 from tpurec.reporting import Reporter
 
@@ -528,6 +528,18 @@ def test_a_bad_row_met_by_ray_ends_the_job_as_it_does_without(strict_bundle, tmp
     _with_bad_rows(tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet: row 3 \(from 0\): column 'slot'"):
         run(strict_bundle, [tmp_path / "a.parquet"], tmp_path / "scores.parquet", engine="ray")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_without_ray_its_engine_names_the_extra_and_leaves_nothing(bundle, tmp_path, monkeypatch):
+    """Case 37."""
+    for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    pq.write_table(small_table(5), tmp_path / "a.parquet")
+    with pytest.raises(MissingExtra, match="--engine ray needs 'ray'") as caught:
+        run(bundle, [tmp_path / "a.parquet"], tmp_path / "scores.parquet", engine="ray")
+    assert "pip install 'tpurec[ray]'" in caught.value.remedy
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.parquet"]
 
 

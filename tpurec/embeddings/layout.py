@@ -12,11 +12,11 @@ from tpurec.errors import ConfigError
 
 
 class Layout(Protocol):
-    """How `[num_rows, dim]` of one dtype becomes a tensor."""
+    """How the rows of a stack, or one number for each of them, become a tensor."""
 
     num_rows: int
-    dim: int
     dtype: torch.dtype
+    packed: bool  # as a TPU has it
 
     def allocate(self, device: torch.device) -> Tensor:
         """A tensor for all rows; their values are not defined.
@@ -26,7 +26,7 @@ class Layout(Protocol):
         """
 
     def rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Some rows as a view `[stop - start, dim]`.
+        """Some rows as a view `[stop - start, dim]`, or `[stop - start]`.
 
         Args:
             tensor: as of `allocate`.
@@ -43,6 +43,8 @@ class Plain:
         dim: columns.
         dtype: of the values.
     """
+
+    packed = False
 
     def __init__(self, num_rows: int, dim: int, dtype: torch.dtype) -> None:
         self.num_rows, self.dim, self.dtype = num_rows, dim, dtype
@@ -69,6 +71,8 @@ class Packed:
         ConfigError: a dim, dtype or size that the kernels, or one tensor of a TPU, cannot take.
     """
 
+    packed = True
+
     def __init__(self, num_rows: int, dim: int, dtype: torch.dtype, what: str) -> None:
         from tpurec.kernels.storage import Storage
 
@@ -92,6 +96,32 @@ class Packed:
         """As `Layout.rows`."""
         values = tensor if tensor.dtype == self.dtype else tensor.view(self.dtype)
         return values.view(-1)[start * self.dim : stop * self.dim].view(stop - start, self.dim)
+
+
+class OnePerRow:
+    """One number per row, `[num_rows]`; for TPUs with room behind the last, as the kernels want it.
+
+    Args:
+        num_rows: rows of the stack.
+        dtype: of the numbers.
+        packed: with that room.
+    """
+
+    def __init__(self, num_rows: int, dtype: torch.dtype, packed: bool) -> None:
+        self.num_rows, self.dtype, self.packed = num_rows, dtype, packed
+        self._entries = num_rows
+        if packed:
+            from tpurec.kernels.optimizers import rowwise_entries
+
+            self._entries = rowwise_entries(num_rows)
+
+    def allocate(self, device: torch.device) -> Tensor:
+        """As `Layout.allocate`."""
+        return torch.zeros(self._entries, dtype=self.dtype, device=device)
+
+    def rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """As `Layout.rows`."""
+        return tensor[start:stop]
 
 
 def layout_for(device: torch.device, num_rows: int, dim: int, dtype: torch.dtype, what: str) -> Layout:
@@ -127,9 +157,9 @@ def convert(tensor: Tensor, before: Layout, after: Layout, function: Callable[[T
     Returns:
         The tensor in the layout `after`; repacking happens on the side that is not a TPU.
     """
-    if isinstance(after, Packed) and not isinstance(before, Packed):
+    if after.packed and not before.packed:
         return function(_repacked(tensor, before, after))
-    if isinstance(before, Packed) and not isinstance(after, Packed):
+    if before.packed and not after.packed:
         return _repacked(function(tensor), before, after)
     return function(tensor)
 

@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagConfig
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.types import DataType
 
-from tpurec.embeddings.layout import Layout, Packed, convert, layout_for
+from tpurec.embeddings.layout import Layout, OnePerRow, convert, layout_for
 from tpurec.embeddings.optimizers import EmbeddingOptimizer
 from tpurec.errors import ConfigError
 
@@ -70,17 +70,19 @@ class TableStack:
 
         self._layout = self._layout_on(device, dtype_of(tables[0]))
         self.parts: list[Tensor] = [self._layout.allocate(device)]
-        self._state_layout: Layout | None = None
-        self.state: list[Tensor] = []
-        if optimizer.kind == "adagrad":
-            self._state_layout = self._layout_on(device, torch.float32)
-            self.state = [self._state_layout.allocate(device)]
-        elif optimizer.kind == "rowwise_adagrad":
-            self.state = [torch.empty(self.num_rows, dtype=torch.float32, device=device)]
+        self._state_layout = self._state_layout_on(device, torch.float32)
+        self.state: list[Tensor] = [] if self._state_layout is None else [self._state_layout.allocate(device)]
 
     def _layout_on(self, device: torch.device, dtype: torch.dtype) -> Layout:
         what = f"tables {', '.join(table.name for table in self.tables)}"
         return layout_for(device, self.num_rows, self.dim, dtype, what)
+
+    def _state_layout_on(self, device: torch.device, dtype: torch.dtype) -> Layout | None:
+        if self.optimizer.kind == "adagrad":
+            return self._layout_on(device, dtype)
+        if self.optimizer.kind == "rowwise_adagrad":
+            return OnePerRow(self.num_rows, dtype, packed=device.type == "tpu")
+        return None
 
     @property
     def num_features(self) -> int:
@@ -112,12 +114,9 @@ class TableStack:
         Returns:
             `[num_embeddings, embedding_dim]`, `[num_embeddings]`, or None, as the optimizer has it.
         """
-        if not self.state:
-            return None
-        start, stop = self.row_starts[table], self.row_starts[table + 1]
         if self._state_layout is None:
-            return self.state[0][start:stop]
-        return self._state_layout.rows(self.state[0], start, stop)
+            return None
+        return self._state_layout.rows(self.state[0], self.row_starts[table], self.row_starts[table + 1])
 
     def reset_state(self) -> None:
         """Set every accumulator to its initial value."""
@@ -135,16 +134,14 @@ class TableStack:
         """
         probe = function(torch.empty(0, dtype=self._layout.dtype, device=self.device))
         layout = self._layout_on(probe.device, probe.dtype)
-        if probe.dtype != self._layout.dtype and isinstance(layout, Packed):
+        if probe.dtype != self._layout.dtype and layout.packed:
             raise ConfigError(f"tables of {self._layout.dtype} cannot become {probe.dtype} on a TPU.", "Convert first.")
         self.parts = [convert(self.parts[0], self._layout, layout, function)]
         self._layout = layout
         if self._state_layout is not None:
-            state_layout = self._layout_on(probe.device, torch.promote_types(torch.float32, probe.dtype))
+            state_layout = self._state_layout_on(probe.device, torch.promote_types(torch.float32, probe.dtype))
             self.state = [convert(self.state[0], self._state_layout, state_layout, _no_less_than_float32(function))]
             self._state_layout = state_layout
-        elif self.state:
-            self.state = [_no_less_than_float32(function)(self.state[0])]
 
 
 def _no_less_than_float32(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -190,7 +190,7 @@ def _backward(ctx, grad: Tensor) -> tuple:
     weights_grad = None
     if ctx.needs_input_grad[3]:
         weights_grad = embedding_bag_weights_grad(grad.contiguous(), ctx.parts, ids, offsets, weights, *ctx.static)
-    return None, None, None, weights_grad, None, None, None, None
+    return [None] * len(ctx.parts), None, None, weights_grad, None, None, None, None
 
 
 embedding_bag.register_autograd(_backward, setup_context=_setup_context)

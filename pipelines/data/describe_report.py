@@ -55,7 +55,7 @@ def print_description(found: Description, console: Console) -> None:
         console.print(table)
         size = next(iter(found.sparse.values())).batch_size
         console.print(
-            f"skew: s where the id of rank r occurs about r^-s often; unique: distinct ids / ids of a batch of {size:,}",
+            f"skew: s where the id of rank r occurs about r^-s often; unique: distinct ids / ids of {size:,} rows",
             markup=False,
         )
 

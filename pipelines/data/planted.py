@@ -105,7 +105,7 @@ class PlantedModel:
             The rows with their logits.
         """
         dense, ids = self._draw_columns(rng, num_rows)
-        parts = self._parts(dense, ids, num_rows)
+        parts = self.parts(dense, ids, num_rows)
         logits = np.full(num_rows, self.bias)
         for name, values in parts.items():
             logits += self.scales[name] * values
@@ -120,7 +120,7 @@ class PlantedModel:
         rng = np.random.default_rng([self.seed, _CALIBRATION_STREAM])
         dense, ids = self._draw_columns(rng, CALIBRATION_ROWS)
         self._moments = {name: _Moments.of(_log1p(dense[name])) for name in (*_SLOPE_COLUMNS, *_BUMP_COLUMNS)}
-        parts = self._parts(dense, ids, CALIBRATION_ROWS)
+        parts = self.parts(dense, ids, CALIBRATION_ROWS)
         total = np.zeros(CALIBRATION_ROWS)
         weights = {}
         for name, values in parts.items():
@@ -130,7 +130,19 @@ class PlantedModel:
         self.scales = {name: scale * weight for name, weight in weights.items()}
         self.bias -= sum(self.scales[name] * values.mean() for name, values in parts.items())
 
-    def _parts(self, dense: Mapping[str, DenseValues], ids: Mapping[str, IdValues], num_rows: int) -> dict:
+    def parts(
+        self, dense: Mapping[str, DenseValues], ids: Mapping[str, IdValues], num_rows: int
+    ) -> dict[str, np.ndarray]:
+        """The parts of the logit before they are scaled by `scales`.
+
+        Args:
+            dense: integer columns by name.
+            ids: id columns by name.
+            num_rows: N.
+
+        Returns:
+            float64 `[N]` a part, in the order of `VARIANCE_SHARES`.
+        """
         parts = {name: np.zeros(num_rows) for name in VARIANCE_SHARES}
         traits = {name: _pooled(ids[name], values) for name, values in self._traits.items()}
         for trait in traits.values():

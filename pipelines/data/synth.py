@@ -263,7 +263,7 @@ def _write_file(
             drawn, labels = draw_chunk(model, task.part, (task.number * FILE_ROWS + start) // CHUNK_ROWS, rows)
             if task.part == "test":
                 histogram.add(drawn.logits, labels)
-            table = _table(drawn, labels)
+            table = click_table(drawn, labels)
             if config.format == "parquet":
                 if parquet is None:
                     parquet = pq.ParquetWriter(path, schema.with_metadata(table.schema), compression="zstd")
@@ -280,7 +280,17 @@ def _write_file(
     return histogram
 
 
-def _table(drawn: DrawnRows, labels: np.ndarray) -> pa.Table:
+def click_table(drawn: DrawnRows, labels: np.ndarray) -> pa.Table:
+    """Write drawn rows as an Arrow table.
+
+    Args:
+        drawn: N rows.
+        labels: bool `[N]`.
+
+    Returns:
+        The columns of Criteo's logs: label int32, I1 to I13 int64, C1 to C26 strings or lists of strings; and the
+        weights of the lists, if there are any.
+    """
     columns: dict[str, pa.Array] = {LABEL: pa.array(labels.astype(np.int32))}
     for name in DENSE:
         columns[name] = pa.array(drawn.dense[name].values, mask=drawn.dense[name].blank)

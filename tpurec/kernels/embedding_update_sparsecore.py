@@ -20,6 +20,7 @@ Legend: B bags, D dim, W words per row, N ids (capacity), P parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,6 +144,34 @@ def limit(shape: Shape, chip: Chip | None, config: Config) -> str | None:
             f"{chip.sparse_core.vmem_bytes} bytes, or its rows are no multiple of {chip.sparse_core.num_lanes} lanes"
         )
     return None
+
+
+def hbm_bytes(shape: Shape, chip: Chip, config: Config, num_used: int, num_unique: int, weighted: bool) -> int:
+    """HBM traffic of the kernel, from the DMAs that it issues; `dedup.sort_hbm_bytes` comes on top.
+
+    Args:
+        shape: storage, sizes and optimizer.
+        chip: a chip with SparseCores.
+        config: tuning.
+        num_used: ids that count.
+        num_unique: different rows among them.
+        weighted: occurrences have factors: per-id weights, or a mean.
+
+    Returns:
+        Bytes; at most one chunk per vector subcore more than is moved, and every piece at least a DMA granule.
+    """
+    core, cut, storage = chip.sparse_core, layout(shape, chip, config), shape.storage
+    blocks = math.ceil(num_unique / cut.rows_per_block)
+    workers = min(core.num_workers, blocks)
+    row_state = {"sgd": 0, "adagrad": storage.dim * 4, "rowwise_adagrad": max(4, core.dma_granule_bytes)}
+    rows = 2 * num_unique * (storage.row_bytes + row_state[shape.optimizer])
+    lists = blocks * (2 * cut.rows_per_block + core.num_lanes) * 4
+    gradient = storage.dim * 4
+    occurrences = num_used + workers * (cut.ids_per_chunk + 7)
+    per_occurrence = 4 * (2 if weighted else 1) + (0 if cut.shared_gradients else gradient)
+    staged = core.num_cores * shape.num_bags * gradient if cut.shared_gradients else 0
+    scalars = core.num_workers * 4 * core.num_lanes * 4
+    return rows + lists + occurrences * per_occurrence + staged + scalars
 
 
 def run(

@@ -106,6 +106,33 @@ def _vmem_bytes(shape: Shape, config: Config) -> int:
     )
 
 
+def hbm_bytes(shape: Shape, config: Config, rows: Sequence[int], weighted: bool) -> int:
+    """HBM traffic of the kernel, from the DMAs that it issues; the sort comes on top.
+
+    Args:
+        shape: storage, sizes and optimizer.
+        config: tuning.
+        rows: the ids that count, sorted.
+        weighted: occurrences have factors: per-id weights, or a mean.
+
+    Returns:
+        Bytes.
+    """
+    groups, chunk = _Groups.of(shape.storage), config.ids_per_chunk
+    line = LANES * 4
+    lists = math.ceil(shape.num_ids / chunk) * chunk * 4 * (3 if weighted else 2)
+    total = lists + shape.num_bags * _gradient_words(shape.storage) * 4
+    for start in range(0, len(rows), chunk):
+        ends = [
+            rows[n] for n in range(start, min(start + chunk, len(rows))) if n + 1 == len(rows) or rows[n] != rows[n + 1]
+        ]
+        visited = len({row // groups.rows for row in ends})
+        total += 2 * visited * groups.lines * line * (2 if shape.optimizer == "adagrad" else 1)
+        if shape.optimizer == "rowwise_adagrad":
+            total += 2 * len({row // LANES for row in ends}) * line
+    return total
+
+
 def run(
     parts: Sequence[jax.Array],
     state: Sequence[jax.Array],
@@ -143,9 +170,8 @@ def run(
     storage, chunk = shape.storage, config.ids_per_chunk
     groups = _Groups.of(storage)
     found = sorted_occurrences(ids_N, offsets, weights_N, storage.num_rows, shape.pooling)
-    next_rows = jnp.append(found.rows_N[1:], jnp.int32(-1))
     padding = (0, -shape.num_ids % chunk)
-    lists = [found.rows_N, 2 * found.bags_N + (found.rows_N != next_rows)]
+    lists = [found.rows_N, 2 * found.bags_N + _run_ends(found.rows_N)]
     if found.factors_N is not None:
         lists.append(found.factors_N)
     lists = [jnp.pad(one, padding) for one in lists]
@@ -184,6 +210,11 @@ def run(
         interpret=interpret,
     )(found.count[None], lr[None], *lists, _lay_out(grads_BD, storage, groups), *arrays)
     return tuple(results[:1]), tuple(new.reshape(old.shape) for new, old in zip(results[1:], state, strict=True))
+
+
+def _run_ends(rows_N: jax.Array) -> jax.Array:
+    """Where the next id is another one."""
+    return rows_N != jnp.append(rows_N[1:], jnp.int32(-1))
 
 
 def _lay_out(grads_BD: jax.Array, storage: Storage, groups: _Groups) -> jax.Array:

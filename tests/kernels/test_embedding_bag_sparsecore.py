@@ -89,7 +89,14 @@ def test_rows_of_more_columns_than_registers_hold(generation, dim):
     """Column groups in a loop and a rest; 264 words are not whole vectors of 16 lanes."""
     with interpreter(generation) as machine:
         case = Case(
-            machine, dim=dim, dtype="float32", pooling="sum", weighted=True, config=Config(16, 2, 16, 8), capacity=24
+            machine,
+            dim=dim,
+            dtype="float32",
+            pooling="sum",
+            weighted=True,
+            config=Config(16, 2, 16, 8),
+            num_bags=9,
+            capacity=20,
         )
         assert not case.wrong("a few", "many skipped")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -131,8 +132,9 @@ def convert_unit(
     converter = StorageConverter(schema, labels=labels)
     counts = RowCounts()
     gave_up = False
-    with TrainingParquetWriter(folder, unit.stem) as writer:
-        for raw in read_rows(unit.file, schema, labels=labels, start=unit.start, stop=unit.stop):
+    pieces = read_rows(unit.file, schema, labels=labels, start=unit.start, stop=unit.stop)
+    with contextlib.closing(pieces), TrainingParquetWriter(folder, unit.stem) as writer:
+        for raw in pieces:
             table, piece = converter(raw, str(unit.file))
             counts += piece
             progress(piece.read)

@@ -114,7 +114,7 @@ def convert_files(
                     write_progress(folder.partial, digest, done.values())
             ordered = [done[unit.stem] for unit in units]
             _judge(ordered, max_bad_rows, final=True)
-        except TooManyBadRows:
+        except UnfitRows:
             raise
         except BaseException:
             # Files that are finished stay for the same command run again, out of sight of readers.
@@ -126,8 +126,8 @@ def convert_files(
     return _result(out, ordered, taken)
 
 
-class TooManyBadRows(DataError):
-    """More rows were rejected than the limit allows."""
+class UnfitRows(DataError):
+    """Too many rows were rejected, or none is left: nothing of this conversion is worth keeping."""
 
 
 def check_inputs(inputs: Sequence[InputFile], schema: Schema) -> None:
@@ -205,13 +205,13 @@ def _judge(results: Any, max_bad_rows: int | None, final: bool) -> None:
     if over:
         reasons = ", ".join(f"{reason} {number:,}" for reason, number in sorted(counts.rejected.items()))
         first = "; ".join(map(str, counts.examples[:_SHOWN_REJECTED]))
-        raise TooManyBadRows(
-            f"{counts.num_rejected:,} of {counts.read:,} rows read are bad ({reasons}), "
+        raise UnfitRows(
+            f"{counts.num_rejected:,} of {counts.read:,} rows read{'' if final else ' so far'} are bad ({reasons}), "
             f"at most {limit:,} may be: {first}.",
             "Correct the files or the schema, or raise --max-bad-rows.",
         )
     if final and counts.kept == 0:
-        raise DataError(
+        raise UnfitRows(
             f"no row is left of the {counts.read:,} rows read." if counts.read else "the inputs hold no rows.",
             "Check the inputs.",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +35,7 @@ def open_parquet(file: InputFile) -> pq.ParquetFile:
 
 def read_parquet(
     file: InputFile, columns: Sequence[str], row_groups: Sequence[int] | None = None, piece_rows: int = PIECE_ROWS
-) -> Iterator[RawRows]:
+) -> Generator[RawRows]:
     """Read a Parquet file.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from pipelines.data.inputs import InputFile
 from pipelines.data.parquet_rows import open_parquet, read_parquet
@@ -34,7 +34,7 @@ def check_file(file: InputFile, schema: Schema, *, labels: bool = True, keys: bo
 
 def read_rows(
     file: InputFile, schema: Schema, *, labels: bool = True, keys: bool = True, start: int = 0, stop: int | None = None
-) -> Iterator[RawRows]:
+) -> Generator[RawRows]:
     """Read a file, or a part of it, in pieces; memory does not depend on its size.
 
     Args:
@@ -46,7 +46,7 @@ def read_rows(
         stop: behind the last; None for the end of the file.
 
     Returns:
-        An iterator of rows in the order of the file.
+        A generator of rows in the order of the file; close it if it is not read to its end.
 
     Raises:
         DataError: a column absent or of a wrong type, or a file that is broken.

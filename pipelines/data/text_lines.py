@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator
 from typing import IO
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 def line_blocks(
     file: InputFile, start: int = 0, stop: int | None = None, block_bytes: int = BLOCK_BYTES
-) -> Iterator[bytes]:
+) -> Generator[bytes]:
     """Read a file, or a range of a plain one, in blocks of whole lines.
 
     Args:
@@ -111,9 +112,8 @@ def first_line(file: InputFile) -> bytes:
     Raises:
         DataError: as `line_blocks`.
     """
-    for block in line_blocks(file, block_bytes=1 << 16):
-        return block.partition(b"\n")[0].removesuffix(b"\r")
-    return b""
+    with contextlib.closing(line_blocks(file, block_bytes=1 << 16)) as blocks:
+        return next(blocks, b"").partition(b"\n")[0].removesuffix(b"\r")
 
 
 def _open(file: InputFile) -> IO[bytes]:

@@ -7,8 +7,9 @@ strips trailing blanks leaves no trailing tab, so a short row that ends in one w
 
 from __future__ import annotations
 
+import contextlib
 import csv
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +32,7 @@ def read_text(
     start: int = 0,
     stop: int | None = None,
     block_bytes: int = BLOCK_BYTES,
-) -> Iterator[RawRows]:
+) -> Generator[RawRows]:
     """Read a text file, or a range of a plain one.
 
     Args:
@@ -49,16 +50,18 @@ def read_text(
         DataError: compressed data that is broken or cut short, or a line that is too long.
     """
     first = 1
-    for block in line_blocks(file, start, stop, block_bytes):
-        block = block if block.endswith(b"\n") else block + b"\n"
-        num_lines = block.count(b"\n")
-        if first == 1 and start == 0 and layout.header:
-            block = block[block.index(b"\n") + 1 :]
-            if block:
-                yield _Block(block, 2, layout).rows(columns)
-        else:
-            yield _Block(block, first, layout).rows(columns)
-        first += num_lines
+    blocks = line_blocks(file, start, stop, block_bytes)
+    with contextlib.closing(blocks):
+        for block in blocks:
+            block = block if block.endswith(b"\n") else block + b"\n"
+            num_lines = block.count(b"\n")
+            if first == 1 and start == 0 and layout.header:
+                block = block[block.index(b"\n") + 1 :]
+                if block:
+                    yield _Block(block, 2, layout).rows(columns)
+            else:
+                yield _Block(block, first, layout).rows(columns)
+            first += num_lines
 
 
 class _Block:

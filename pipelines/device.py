@@ -14,8 +14,9 @@ class DeviceConfig:
     Args:
         kind: `cpu`.
         execution: `eager`: operations run as they are called.
-        threads: torch threads of the step; 0 means every core this process may use. Sums may differ in the last bit
-            between thread counts, so runs that must agree bit for bit state it.
+        threads: torch threads of the step; 0 means the cores this process may use less those of the readers, one at
+            least: a thread of the step that waits for a core holds up all others. Sums may differ in the last bit
+            between thread counts, so runs on different machines that must agree bit for bit state it.
     """
 
     kind: Literal["cpu"] = "cpu"
@@ -26,7 +27,13 @@ class DeviceConfig:
         if self.threads < 0:
             raise ValueError(f"threads = {self.threads}: must be 0 (all cores) or more")
 
-    @property
-    def num_threads(self) -> int:
-        """The number of threads to use, with 0 resolved to the cores this process may run on."""
-        return self.threads or len(os.sched_getaffinity(0))
+    def num_threads(self, reader_workers: int) -> int:
+        """Return the number of threads to use, with 0 resolved.
+
+        Args:
+            reader_workers: threads that read ahead of the step.
+
+        Returns:
+            1 or more.
+        """
+        return self.threads or max(1, len(os.sched_getaffinity(0)) - reader_workers)

@@ -44,6 +44,7 @@ def evaluate_run(loaded: LoadedRun, places: list[str], scores: Path | None, repo
         DataError: data that do not fit the schema.
         ConfigError: a key column whose name the scores need.
     """
+    recipe = loaded.recipe
     keys = scores is not None and bool(loaded.schema.keys)
     if keys:
         _check_key_names(loaded.schema.keys)
@@ -52,7 +53,7 @@ def evaluate_run(loaded: LoadedRun, places: list[str], scores: Path | None, repo
     if manifest.num_rows == 0:
         raise DataError(f"DATA: {', '.join(places)}: no rows.", "Give data with rows.")
     reader = Reader(manifest, loaded.schema)
-    one_pass = natural_pass(manifest, loaded.recipe.train.eval_batch_size)
+    one_pass = natural_pass(manifest, recipe.train.eval_batch_size)
     ladder = Ladder.for_batch(one_pass.batch_size)
     counts = Counts()
 
@@ -63,7 +64,7 @@ def evaluate_run(loaded: LoadedRun, places: list[str], scores: Path | None, repo
 
     def batches(writer: _ScoreWriter | None, advance: Any) -> Iterator[SourceBatch]:
         nonlocal counts
-        for columns, packed in in_order(read, range(one_pass.num_windows), loaded.recipe.data.reader_workers):
+        for columns, packed in in_order(read, range(one_pass.num_windows), recipe.data.reader_workers):
             counts += columns.counts
             if writer is not None:
                 writer.expect(columns)
@@ -72,7 +73,7 @@ def evaluate_run(loaded: LoadedRun, places: list[str], scores: Path | None, repo
                 advance(item.packed.num_rows)
 
     with (
-        torch_threads(loaded.recipe.device.num_threads),
+        torch_threads(recipe.device.num_threads(recipe.data.reader_workers)),
         reporter.progress("evaluate", manifest.num_rows) as advance,
         _score_writer(scores) as writer,
     ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from pipelines.order import Manifest, ManifestFile, Pass, Segment, Window
 from tpurec.errors import DataError
 from tpurec.features import Columns, Counts, Ladder, PackedBatch, Schema, pack
 from tpurec.features.transform import Transformer
+
+RECENT_ROW_GROUPS = 2
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -139,6 +142,8 @@ class Reader:
         self._names = schema.columns()
         # Reading text as dictionaries means that an id that occurs often is parsed and hashed once.
         self._text = [f.column for f in schema.sparse if f.kind != "integer" and not f.multi_valued]
+        # The window after this one usually begins in the row group in which this one ends.
+        self._recent: deque[tuple[tuple[int, int, bool], pa.Table]] = deque(maxlen=RECENT_ROW_GROUPS)
 
     def columns(self, window: Window, *, keys: bool = False) -> Columns:
         """Read and transform the rows of a window.
@@ -157,9 +162,7 @@ class Reader:
 
     def _segment(self, segment: Segment, keys: bool) -> Columns:
         file = self.manifest.files[segment.file]
-        names = list(dict.fromkeys([*self._names, *self.schema.keys])) if keys else self._names
-        with pq.ParquetFile(file.path, read_dictionary=self._text) as parquet:
-            table = parquet.read_row_group(segment.row_group, columns=names, use_threads=False)
+        table = self._row_group(segment, keys)
         first, last = int(segment.rows[0]), int(segment.rows[-1])
         if last - first + 1 == len(segment.rows):
             table = table.slice(first, len(segment.rows))
@@ -173,6 +176,19 @@ class Reader:
                 f"{file.path}: row {row} (from 0), column {worst.column!r}: {worst.message(0)}.", worst.remedy
             )
         return columns
+
+    def _row_group(self, segment: Segment, keys: bool) -> pa.Table:
+        key = (segment.file, segment.row_group, keys)
+        for known, table in tuple(self._recent):
+            if known == key:
+                return table
+        names = list(dict.fromkeys([*self._names, *self.schema.keys])) if keys else self._names
+        path = self.manifest.files[segment.file].path
+        # Without pre_buffer: it serves remote files, and costs a copy and threads on local ones.
+        with pq.ParquetFile(path, read_dictionary=self._text, pre_buffer=False) as parquet:
+            table = parquet.read_row_group(segment.row_group, columns=names, use_threads=False)
+        self._recent.append((key, table))
+        return table
 
 
 @dataclass(frozen=True)
@@ -201,10 +217,14 @@ def pack_window(columns: Columns, window: Window, ladder: Ladder, first_batch: i
         The batches, in order.
     """
     batch_size = window.slots.shape[1]
-    for number, slots in enumerate(window.slots, start=window.first_batch):
-        if number >= first_batch:
-            packed = pack(columns.take(slots[slots >= 0]), batch_size, ladder)
-            yield SourceBatch(packed, columns.counts if number == window.first_batch else None)
+    skipped = max(0, first_batch - window.first_batch)
+    slots = window.slots[skipped:].ravel()
+    # One take for the whole window, so that batches are slices of it; padding is at the end.
+    rows = columns.take(slots[slots >= 0])
+    for number in range(skipped, len(window.slots)):
+        begin = (number - skipped) * batch_size
+        packed = pack(rows.slice(begin, begin + batch_size), batch_size, ladder)
+        yield SourceBatch(packed, columns.counts if number == 0 else None)
 
 
 def read_batches(

@@ -44,7 +44,7 @@ def train_run(
     """
     recipe = source.recipe
     started = time.perf_counter()
-    with torch_threads(recipe.device.num_threads):
+    with torch_threads(recipe.device.num_threads(recipe.data.reader_workers)):
         torch.manual_seed(recipe.train.seed)
         model = build_model(
             recipe.model,

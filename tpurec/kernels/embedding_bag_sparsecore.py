@@ -151,6 +151,31 @@ def limit(shape: Shape, chip: Chip | None, config: Config) -> str | None:
     return None
 
 
+def hbm_bytes(shape: Shape, chip: Chip, config: Config, num_used: int) -> int:
+    """HBM traffic of a call, from the DMAs that the kernel issues and the copies that XLA makes around it.
+
+    Args:
+        shape: storage and sizes.
+        chip: a chip with SparseCores.
+        config: tuning knobs.
+        num_used: ids that count.
+
+    Returns:
+        Bytes; at most two chunks of id lists per vector subcore more than is moved.
+    """
+    core, storage = chip.sparse_core, shape.storage
+    plan = _plan(shape, core, config)
+    blocks = math.ceil(shape.num_bags / plan.block_bags)
+    workers = min(core.num_workers, blocks)
+    rows = num_used * storage.row_bytes
+    lists = min(shape.num_ids, num_used + 2 * workers * plan.chunk_rows) * 4 * (1 + shape.weighted)
+    windows = blocks * (plan.block_bags + core.num_lanes) * 4 + core.num_workers * 4 * core.num_lanes * 4
+    padded = 2 * 4 * (shape.num_bags + (shape.num_ids % plan.chunk_rows > 0) * shape.num_ids * (1 + shape.weighted))
+    out = shape.num_bags * storage.dim * 4
+    tiled = shape.num_bags * math.ceil(storage.dim / 128) * 128 * 4
+    return rows + lists + windows + padded + out + (out + tiled if storage.dim != 128 else 0)
+
+
 def run(
     parts: Sequence[jax.Array],
     ids_N: jax.Array,

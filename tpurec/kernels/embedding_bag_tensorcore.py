@@ -80,6 +80,28 @@ def limit(shape: Shape, chip: Chip | None, config: Config) -> str | None:
     return None
 
 
+def hbm_bytes(shape: Shape, config: Config, rows: Sequence[int]) -> int:
+    """HBM traffic of a call, from the DMAs that the kernel issues and the lists that XLA makes for it.
+
+    Args:
+        shape: storage and sizes.
+        config: tuning.
+        rows: the ids that count.
+
+    Returns:
+        Bytes.
+    """
+    storage = shape.storage
+    begins = [row % LANES * storage.row_words % LANES for row in range(LANES)]
+    touched = [math.ceil((begin + storage.row_words) / LANES) for begin in begins]
+    lines = sum(touched[row % LANES] for row in rows)
+    num_lists = 3 + (storage.num_parts > 1) + shape.weighted
+    padded_ids = math.ceil(shape.num_ids / config.ids_per_chunk) * config.ids_per_chunk
+    sums = shape.num_bags * _accumulator_lines(shape) * LANES * 4
+    # XLA reads the ids, writes the lists, and reads the accumulators once more to put columns in order.
+    return lines * LANES * 4 + 2 * num_lists * padded_ids * 4 + shape.num_ids * 4 + 2 * sums + sums
+
+
 def run(
     parts: Sequence[jax.Array],
     ids_N: jax.Array,

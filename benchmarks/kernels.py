@@ -1,0 +1,310 @@
+"""What libtpu makes of the kernels: compile time, memory, bundles per row and HBM bytes, beside TorchRec's, in one run.
+
+python -m benchmarks.kernels [--chips 7x,v6e,v5p,v5e] [--full] [--plot FILE] [--json]
+
+Nothing here runs on a TPU and no time but the compiler's is measured. Memory is the compiler's own analysis; bundles
+are counted in its dump; HBM bytes are those of the DMAs that the kernels issue for uniform ids, and for TorchRec's
+dense backward, which is plain XLA, those of its cost analysis. XLA's SparseDenseMatmul custom calls are not here: they
+take ids that jax-tpu-embedding partitions on the host, which is another package's work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+KEYS = (
+    "chip", "op", "implementation", "num_rows", "embedding_dim", "num_bags", "ids_per_bag", "dtype", "compile_seconds",
+    "argument_bytes", "alias_bytes", "temp_bytes", "bundles_per_row", "floor_bundles_per_row", "hbm_bytes",
+    "least_hbm_bytes",
+)  # fmt: skip
+BATCH = 4096
+SHAPES = [
+    {"num_rows": 1 << 20, "embedding_dim": 128, "num_bags": BATCH, "ids_per_bag": 20},
+    {"num_rows": 4 << 20, "embedding_dim": 64, "num_bags": BATCH, "ids_per_bag": 20},
+    {"num_rows": 40_000_000, "embedding_dim": 16, "num_bags": BATCH, "ids_per_bag": 20},
+    {"num_rows": 1 << 20, "embedding_dim": 128, "num_bags": 26 * BATCH // 16, "ids_per_bag": 1},
+]
+DENSE_ROWS = (100_000, 1 << 20, 4 << 20)  # of TorchRec's points in the plot
+
+
+def main() -> None:
+    """Parse the options, compile every program in a process of its own, print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--chips", default="7x,v6e,v5p,v5e", help="generations, separated by commas")
+    parser.add_argument("--full", action="store_true", help="all dims and the MLPerf DLRM-v2 tables too")
+    parser.add_argument("--plot", type=Path, help="write bytes per step against table rows to this file")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(compile_one(json.loads(options.worker))))
+        return
+    requests = [
+        {"chip": chip, "op": op, "implementation": implementation, "dtype": "float32", **shape}
+        for shape in SHAPES + (full_shapes() if options.full else [])
+        for chip in options.chips.split(",")
+        for implementation in (None, "torchrec")
+        for op in ("embedding_bag", "embedding_update")
+        if fits(chip, shape) and (implementation is None or shape["embedding_dim"] % 16 == 0)
+    ]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        rows = list(pool.map(measured, requests))
+    if options.plot:
+        plot(options.plot)
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        print_table(rows)
+
+
+def full_shapes() -> list[dict[str, int]]:
+    """The other dims, one-hot Criteo, and the different MLPerf DLRM-v2 tables at the batch of one of 16 devices."""
+    shapes = [
+        {"num_rows": 1 << 20, "embedding_dim": dim, "num_bags": BATCH, "ids_per_bag": ids}
+        for dim in (8, 16, 32, 64, 128, 256)
+        for ids in (1, 20)
+    ]
+    tables = tomllib.loads((ROOT / "examples/mlperf_dlrm_v2/tables.toml").read_text())["tables"]
+    sizes = {(table["num_embeddings"], int(table["features"][0]["ids_per_example"])) for table in tables}
+    mlperf = {"embedding_dim": 128, "num_bags": BATCH}
+    return shapes + [{"num_rows": rows, "ids_per_bag": ids, **mlperf} for rows, ids in sorted(sizes)]
+
+
+def fits(name: str, shape: dict[str, int]) -> bool:
+    """Whether table and row-wise state leave a tenth of the device's memory free."""
+    from tpurec.topology.chips import chip
+
+    return shape["num_rows"] * (shape["embedding_dim"] + 1) * 4 < 0.9 * chip(name).usable_hbm_bytes
+
+
+def measured(request: dict[str, Any]) -> dict[str, Any]:
+    """One row of the result; what does not compile has an `error` and nulls."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = dict(
+            os.environ, LIBTPU_INIT_ARGS=f"--xla_sc_dump_bundles_to={folder}", JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1"
+        )
+        worker = json.dumps(request | {"dump": folder})
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.kernels", "--worker", worker],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    row = dict.fromkeys(KEYS) | {key: request[key] for key in KEYS if key in request}
+    if done.returncode:
+        return row | {"error": done.stderr.strip().splitlines()[-1][:300]}
+    return row | json.loads(done.stdout.splitlines()[-1])
+
+
+def compile_one(request: dict[str, Any]) -> dict[str, Any]:
+    """In the worker: compile one program, and read what the compiler says."""
+    from tests.kernels.tools.aot import target
+
+    device = target(request["chip"])
+    make = _torchrec if request["implementation"] == "torchrec" else _ours
+    function, arguments, donate, implementation, hbm = make(device, request)
+    started = time.monotonic()
+    compiled = device.compile(function, *arguments, donate=donate)
+    seconds = time.monotonic() - started
+    memory = compiled.memory_analysis()
+    if hbm is None:
+        hbm = int(compiled.cost_analysis()["bytes accessed"])
+    core, words = device.chip.sparse_core, request["embedding_dim"]
+    dense = implementation == "torchrec" and request["op"] == "embedding_update"
+    return {
+        "implementation": implementation,
+        "compile_seconds": round(seconds, 2),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        # TorchRec's backward is XLA's own program: it has no loop over rows to compare.
+        "bundles_per_row": _bundles_per_row(request["dump"], max(words / core.num_lanes, 1))
+        if core and not dense
+        else None,
+        "floor_bundles_per_row": max(words / core.num_lanes, 1) if core else None,
+        "hbm_bytes": hbm,
+        "least_hbm_bytes": _least(request),
+    }
+
+
+def _ids(request: dict[str, Any]) -> Any:
+    import numpy as np
+
+    count = request["num_bags"] * request["ids_per_bag"]
+    return np.random.default_rng(0).integers(0, request["num_rows"], count)
+
+
+def _least(request: dict[str, Any]) -> int:
+    import numpy as np
+
+    from tpurec.kernels.embedding_update import least_hbm_bytes
+    from tpurec.kernels.optimizers import RowOptimizer
+    from tpurec.kernels.storage import Storage
+
+    ids = _ids(request)
+    storage = Storage(request["num_rows"], request["embedding_dim"])
+    least = least_hbm_bytes(
+        storage, RowOptimizer("rowwise_adagrad"), request["num_bags"], len(ids), len(np.unique(ids)), False
+    )
+    return least["lookup" if request["op"] == "embedding_bag" else "update"]
+
+
+def _ours(device: Any, request: dict[str, Any]) -> tuple:
+    import numpy as np
+
+    from tests.kernels.tools import programs
+    from tpurec.kernels.dedup import sort_hbm_bytes
+    from tpurec.kernels.dispatch import Shape, choose
+    from tpurec.kernels.storage import Storage
+
+    op, ids = request["op"], _ids(request)
+    sizes = {"num_rows": request["num_rows"], "dim": request["embedding_dim"]}
+    sizes |= {"num_bags": request["num_bags"], "ids_per_bag": request["ids_per_bag"]}
+    build = programs.lookup if op == "embedding_bag" else programs.update
+    optimizer = "" if op == "embedding_bag" else "rowwise_adagrad"
+    shape = Shape(Storage(sizes["num_rows"], sizes["dim"]), sizes["num_bags"], len(ids), optimizer=optimizer)
+    choice = choose(op, shape, device.chip)
+    count = getattr(choice.module, "hbm_bytes", None)
+    if count is None:
+        hbm = None
+    elif op == "embedding_bag":
+        on_sparse_core = choice.implementation == "sparsecore"
+        hbm = count(shape, device.chip, choice.config, len(ids)) if on_sparse_core else count(shape, choice.config, ids)
+    elif choice.implementation == "sparsecore":
+        hbm = count(shape, device.chip, choice.config, len(ids), len(np.unique(ids)), False)
+    else:
+        hbm = count(shape, choice.config, np.sort(ids).tolist(), False)
+    if hbm is not None and op == "embedding_update":
+        hbm += sort_hbm_bytes(len(ids), False)
+    return *build(device, **sizes), choice.implementation, hbm
+
+
+def _torchrec(device: Any, request: dict[str, Any]) -> tuple:
+    """TorchRec 1.9.2's kernel, and its dense backward followed by a dense row-wise Adagrad step."""
+    import jax.numpy as jnp
+
+    kernel = _torchrec_module()
+    rows, dim, num_bags = request["num_rows"], request["embedding_dim"], request["num_bags"]
+    num_ids = num_bags * request["ids_per_bag"]
+    table, ids = device.array((rows, dim), jnp.float32), device.array((num_ids,), jnp.int32)
+    offsets = device.array((num_bags + 1,), jnp.int32)
+    if request["op"] == "embedding_bag":
+
+        def lookup(table, ids, offsets):
+            return kernel.run_sc_pooled_lookup(ids, offsets, table, dim)
+
+        hbm = num_ids * (dim + 1) * 4 + (num_bags + 1) * 4 + num_bags * dim * 4
+        return lookup, (table, ids, offsets), (), "torchrec", hbm
+
+    def step(table, state, gradient, ids, offsets):
+        dense = kernel.embedding_pooled_lookup_bwd_jax(gradient, ids, offsets, rows, dim)
+        state = state + (dense * dense).mean(1)
+        return table - 0.1 * dense / (jnp.sqrt(state) + 1e-8)[:, None], state
+
+    arguments = (table, device.array((rows,), jnp.float32), device.array((num_bags, dim), jnp.float32), ids, offsets)
+    return step, arguments, (0, 1), "torchrec", None
+
+
+def _torchrec_module() -> Any:
+    """Its file alone: importing torchrec would take seconds in every worker, and this file needs only jax."""
+    package = importlib.util.find_spec("torchrec").submodule_search_locations[0]
+    path = Path(package) / "experimental/torch_tpu/pallas/pooled_lookup_offset.py"
+    spec = importlib.util.spec_from_file_location("torchrec_pooled_lookup", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _bundles_per_row(folder: str, vectors: float) -> float | None:
+    """Bundles of the innermost loop that loads most, over the rows it loads in a trip (a power of two of them)."""
+    from tests.kernels.tools.bundles import loops_of
+
+    loops = [loop for path in Path(folder).iterdir() for loop in loops_of(path.read_text(errors="replace"))]
+    inner = [loop for loop in loops if loop.innermost and loop.operations["load"] >= vectors]
+    if not inner:
+        return None
+    walk = max(inner, key=lambda loop: loop.operations["load"])
+    rows = 2 ** int(walk.operations["load"] / vectors).bit_length() // 2
+    return round(walk.bundles / rows, 2)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Print the rows for people.
+
+    Args:
+        rows: as `--json` prints them.
+    """
+    print(
+        "chip op     by           rows x dim      bags x ids  compile s  alias MB  temp MB  bundles (floor) bytes/least"
+    )
+    for row in rows:
+        shape = f"{row['num_rows']:>9} x {row['embedding_dim']:<4} {row['num_bags']:>5} x {row['ids_per_bag']:<3}"
+        head = f"{row['chip']:<4} {row['op'].removeprefix('embedding_'):<6} {row['implementation'] or '?':<11} {shape}"
+        if "error" in row:
+            print(f"{head}  does not compile: {row['error'][:90]}")
+            continue
+        bundles = (
+            f"{row['bundles_per_row']:>7} ({row['floor_bundles_per_row']:g})" if row["bundles_per_row"] else " " * 11
+        )
+        print(
+            f"{head} {row['compile_seconds']:>8.1f} {row['alias_bytes'] / 1e6:>10.1f} {row['temp_bytes'] / 1e6:>9.2f} "
+            f"{bundles:>14} {row['hbm_bytes'] / row['least_hbm_bytes']:>9.2f}"
+        )
+    for chip in dict.fromkeys(row["chip"] for row in rows):
+        for name in ("ours", "torchrec"):
+            step = [row for row in rows if row["chip"] == chip and _is_first_shape(row) and row["hbm_bytes"]]
+            step = [row for row in step if (row["implementation"] == "torchrec") == (name == "torchrec")]
+            if len(step) == 2:
+                ratio = sum(row["hbm_bytes"] for row in step) / sum(row["least_hbm_bytes"] for row in step)
+                print(
+                    f"{chip} {name}: lookup + update at 1M x 128, {BATCH} x 20 ids: {ratio:.2f} x the least HBM bytes"
+                )
+
+
+def _is_first_shape(row: dict[str, Any]) -> bool:
+    return all(row[key] == value for key, value in SHAPES[0].items())
+
+
+def plot(path: Path) -> None:
+    """Draw the HBM bytes of a step against the rows of the table, for dim 128 on 7x; compiles what it draws.
+
+    Args:
+        path: image to write.
+    """
+    from tpurec.extras import require
+
+    pyplot = require("matplotlib.pyplot", "--plot")
+    lines: dict[str, list[tuple[int, int]]] = {"ours": [], "torchrec": []}
+    for num_rows in (*DENSE_ROWS, 40_000_000):
+        shape = {"num_rows": num_rows, "embedding_dim": 128, "num_bags": BATCH, "ids_per_bag": 20, "dtype": "float32"}
+        for name in lines:
+            both = [
+                measured({"chip": "7x", "op": op, "implementation": None if name == "ours" else name, **shape})
+                for op in ("embedding_bag", "embedding_update")
+            ]
+            if all(row["hbm_bytes"] for row in both):
+                lines[name].append((num_rows, sum(row["hbm_bytes"] for row in both)))
+    figure, axes = pyplot.subplots()
+    for name, points in lines.items():
+        axes.loglog(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(
+        xlabel="rows of the table", ylabel="HBM bytes per step", title=f"7x, dim 128, {BATCH} bags x 20 uniform ids"
+    )
+    axes.legend()
+    partial = path.with_name(f".{path.name}.partial{path.suffix}")
+    figure.savefig(partial)
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    main()

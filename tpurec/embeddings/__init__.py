@@ -10,6 +10,7 @@ from tpurec.embeddings.fuse import (
     set_learning_rate,
 )
 from tpurec.embeddings.fused import FusedEmbeddingBagCollection
+from tpurec.embeddings.gradients import dense_gradients
 from tpurec.embeddings.jagged import TorchBatch, to_torch
 from tpurec.embeddings.optimizers import SGD, Adagrad, EmbeddingOptimizer, RowWiseAdagrad
 
@@ -20,6 +21,7 @@ __all__ = [
     "FusedEmbeddingBagCollection",
     "RowWiseAdagrad",
     "TorchBatch",
+    "dense_gradients",
     "dense_parameters",
     "fuse",
     "fused_collections",

@@ -106,10 +106,12 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         outputs = []
         for stack in self._stacks:
             ids = jagged.stack_ids(features, stack)
-            weights = [self.embedding_bags[table.name].weight for table in stack.tables]
-            frozen = [number for number, weight in enumerate(weights) if not weight.requires_grad]
-            hook = next((weight for weight in weights if weight.requires_grad), weights[0])
-            outputs.append(fused_lookup(stack, ids, hook, self._learning_rate, frozen))
+            frozen = [
+                number
+                for number, table in enumerate(stack.tables)
+                if not self.embedding_bags[table.name].weight.requires_grad
+            ]
+            outputs.append(fused_lookup(stack, ids, self._trigger(stack), self._learning_rate, frozen))
         return KeyedTensor(
             keys=self._embedding_names, length_per_key=self._length_per_key, values=self._arrange(outputs)
         )
@@ -204,6 +206,19 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         with torch.no_grad():
             for key, target in own.items():
                 target.copy_(state[key])
+
+    def update_triggers(self) -> list[Tensor]:
+        """The tensors whose gradient one has to ask of `torch.autograd.grad` so that the tables are updated.
+
+        Returns:
+            One weight per storage that is trained; its gradient is always None.
+        """
+        triggers = (self._trigger(stack) for stack in self._stacks)
+        return [trigger for trigger in triggers if trigger.requires_grad]
+
+    def _trigger(self, stack: TableStack) -> Tensor:
+        weights = [self.embedding_bags[table.name].weight for table in stack.tables]
+        return next((weight for weight in weights if weight.requires_grad), weights[0])
 
     def _arrange(self, outputs: list[Tensor]) -> Tensor:
         if self._columns is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import torch
 from torch import Tensor
 
 from tpurec.errors import ConfigError
@@ -20,6 +21,7 @@ from tpurec.kernels import embedding_bag as bag_kernel
 from tpurec.kernels import embedding_update as update_kernel
 from tpurec.kernels.optimizers import RowOptimizer
 from tpurec.kernels.storage import Storage
+from tpurec.ops import _tpu_guard
 from tpurec.ops.embedding_bag import embedding_bag, embedding_bag_weights_grad
 from tpurec.ops.embedding_update import embedding_update_
 from tpurec.topology.chips import CHIPS, Chip
@@ -56,11 +58,13 @@ def bind(config: Config) -> None:
 
     Raises:
         MissingExtra: torch_tpu is not installed.
+        ConfigError: there is no TPU.
     """
     global _config
-    first, _config = _config is None, config
-    if first:
+    if _config is None:
+        _start_device()
         _register()
+    _config = config
 
 
 def bound() -> Config | None:
@@ -72,9 +76,19 @@ def bound() -> Config | None:
     return _config
 
 
-def _register() -> None:
+def _start_device() -> None:
     require("torch_tpu", "device.kind = 'tpu'")
+    from torch_tpu import _loader
+
+    _loader.load()  # registers the device if there is a TPU; does nothing if it is registered
+    if torch._C._get_privateuse1_backend_name() != "tpu":
+        raise ConfigError("there is no TPU on this machine.", "Use device.kind = 'cpu'.")
+
+
+def _register() -> None:
     from torch.tpu.pallas import jax_op
+
+    _tpu_guard.install()
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*jax_op is experimental.*")

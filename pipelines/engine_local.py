@@ -43,8 +43,7 @@ def train_local(run: Run, source: LocalSource, reporter: Reporter) -> dict[str, 
     Returns:
         The result of `train_run`.
     """
-    total = source.train_rows * source.recipe.train.epochs
-    with reporter.progress("train", total) as advance:
+    with reporter.progress("train", source.total_rows) as advance:
         return train_run(
             run, source, log=reporter.log, progress=lambda rows, loss: advance(rows, f"log loss {loss:.4f}")
         )

@@ -103,8 +103,7 @@ def train_ray(run: Run, recipe: Recipe, data: RunData, reporter: Reporter) -> di
     from ray.train.torch import TorchTrainer
 
     source = RaySource(recipe, data)  # also refuses data that cannot be trained on, before Ray starts
-    total = source.train_rows * recipe.train.epochs
-    with ray_session(), reporter.progress("train", total) as advance, _follow(run, advance):
+    with ray_session(), reporter.progress("train", source.total_rows) as advance, _follow(run, advance):
         trainer = TorchTrainer(
             _work,
             train_loop_config={"run": str(run.path.absolute()), "recipe": recipe, "data": _absolute(data)},

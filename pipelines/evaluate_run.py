@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from pipelines.evaluation import evaluate
 from pipelines.metrics import probabilities
-from pipelines.order import natural_pass
+from pipelines.order import Manifest, natural_pass
 from pipelines.reading import Reader, SourceBatch, find_files, in_order, pack_window, scan
 from pipelines.run import LoadedRun
 from pipelines.training import label_warnings, torch_threads
@@ -42,7 +42,7 @@ def evaluate_run(loaded: LoadedRun, places: list[str], scores: Path | None, repo
 
     Raises:
         DataError: data that do not fit the schema.
-        ConfigError: a key column whose name the scores need.
+        ConfigError: a key column whose name the scores need; or `scores` is a folder or one of the inputs.
     """
     recipe = loaded.recipe
     keys = scores is not None and bool(loaded.schema.keys)
@@ -52,6 +52,8 @@ def evaluate_run(loaded: LoadedRun, places: list[str], scores: Path | None, repo
     manifest = scan(find_files(places, "DATA"), transformer, keys=keys)
     if manifest.num_rows == 0:
         raise DataError(f"DATA: {', '.join(places)}: no rows.", "Give data with rows.")
+    if scores is not None:
+        _check_target(scores, manifest)
     reader = Reader(manifest, loaded.schema)
     one_pass = natural_pass(manifest, recipe.train.eval_batch_size)
     ladder = Ladder.for_batch(one_pass.batch_size)
@@ -154,6 +156,13 @@ def _score_writer(path: Path | None) -> Iterator[_ScoreWriter | None]:
         writer.close()
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _check_target(scores: Path, manifest: Manifest) -> None:
+    if scores.is_dir():
+        raise ConfigError(f"--scores {scores}: is a folder; one file is written.", "Give a file, such as OUT.parquet.")
+    if scores.resolve() in {Path(file.path).resolve() for file in manifest.files}:
+        raise ConfigError(f"--scores {scores}: is one of the input files.", "Give another file.")
 
 
 def _check_key_names(keys: tuple[str, ...]) -> None:

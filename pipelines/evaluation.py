@@ -12,6 +12,7 @@ from torch import nn
 from pipelines.metrics import PredictionLog
 from pipelines.reading import SourceBatch
 from tpurec.embeddings import to_torch
+from tpurec.errors import TpurecError
 
 
 def evaluate(
@@ -26,6 +27,9 @@ def evaluate(
 
     Returns:
         The metrics of `PredictionLog.metrics`.
+
+    Raises:
+        TpurecError: a score is not a finite number.
     """
     model.eval()
     log = PredictionLog()
@@ -34,6 +38,11 @@ def evaluate(
             packed = item.packed
             batch = to_torch(packed)
             logits = model(batch.dense, batch.features).numpy()[: packed.num_rows]
+            if not np.isfinite(logits).all():
+                raise TpurecError(
+                    f"{(~np.isfinite(logits)).sum()} of {len(logits)} scores of a batch are not finite numbers.",
+                    "The training diverged: lower train.learning_rate and tables.learning_rate.",
+                )
             valid = packed.valid[: packed.num_rows]
             log.add(logits[valid], packed.labels[: packed.num_rows][valid], packed.num_rows)
             if each is not None:

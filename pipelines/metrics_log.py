@@ -24,7 +24,8 @@ class MetricsLog:
     def __init__(self, path: Path, tensorboard: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
+        # The test is evaluated after the last step, and again if the run was killed before it had written its result.
+        kept = [line for line in read_metrics(path) if line["step"] <= step and line["kind"] != "test"]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._stream = path.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(tensorboard), purge_step=step + 1 if step else None)

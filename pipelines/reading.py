@@ -185,8 +185,14 @@ class Reader:
         names = list(dict.fromkeys([*self._names, *self.schema.keys])) if keys else self._names
         path = self.manifest.files[segment.file].path
         # Without pre_buffer: it serves remote files, and costs a copy and threads on local ones.
-        with pq.ParquetFile(path, read_dictionary=self._text, pre_buffer=False) as parquet:
-            table = parquet.read_row_group(segment.row_group, columns=names, use_threads=False)
+        try:
+            with pq.ParquetFile(path, read_dictionary=self._text, pre_buffer=False) as parquet:
+                table = parquet.read_row_group(segment.row_group, columns=names, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{path}: row group {segment.row_group} cannot be read: {error}.",
+                "Is the file damaged, or was it changed since the run began?",
+            ) from None
         self._recent.append((key, table))
         return table
 

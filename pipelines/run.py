@@ -127,6 +127,8 @@ class Run:
         Raises:
             ConfigError: naming the first keys that differ, with both values; or the folder is no RUN.
         """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path}: is a file; a RUN is a folder.", "Give another --out.")
         if not self.recipe_file.exists():
             foreign = (
                 [entry.name for entry in self.path.iterdir() if entry.name != ".lock"] if self.path.exists() else []

@@ -10,6 +10,7 @@ from typing import Literal
 from pipelines.order import Manifest, Order, Pass, natural_pass
 from pipelines.reading import Reader, SourceBatch, find_files, scan
 from pipelines.recipe import Recipe
+from pipelines.train_loop import total_steps
 from tpurec.errors import DataError
 from tpurec.features import Ladder, Schema
 from tpurec.features.transform import Transformer
@@ -57,6 +58,13 @@ class Source(ABC):
         self.validation_rows = self.order.validation(config.eval_batch_size).num_rows
         self.train_rows = data.train.num_rows - self.validation_rows
         self.test_rows = None if data.test is None else data.test.num_rows
+        self.total_steps = total_steps(config, self.batches_per_epoch)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows that a whole run trains on, without early stopping."""
+        whole, rest = divmod(self.total_steps, self.batches_per_epoch)
+        return whole * self.train_rows + rest * self.recipe.train.batch_size
 
     def train(self, epoch: int, batch: int) -> Iterator[SourceBatch]:
         """Give the training batches from a position on, over all epochs that remain.
@@ -142,5 +150,9 @@ def find_data(recipe: Recipe) -> RunData:
     schema = Schema.load(data.schema) if data.schema else Schema.from_parquet(files[0][0])
     schema = schema.with_id_policy(data.id_policy)
     transformer = Transformer(schema)
+    train = scan(files, transformer)
     test = None if data.test is None else scan(find_files(data.test, "data.test"), transformer)
-    return RunData(schema, scan(files, transformer), test)
+    for key, manifest in (("train", train), ("test", test)):
+        if manifest is not None and manifest.num_rows == 0:
+            raise DataError(f"data.{key}: {len(manifest.files)} files without a row.", "Give data with rows.")
+    return RunData(schema, train, test)

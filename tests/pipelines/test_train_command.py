@@ -112,6 +112,8 @@ def test_evaluate_masks_rows_without_label_and_still_scores_them(trained, tmp_pa
         (["evaluate", "nowhere", "{data}"], 1, "nowhere: is not a RUN"),
         (["evaluate", "{run}", "nowhere"], 1, "DATA: nowhere: no such file or folder"),
         (["evaluate", "{run}"], 2, "DATA"),
+        (["evaluate", "{run}", "{data}", "--scores", "{data}"], 1, "is a folder; one file is written"),
+        (["evaluate", "{run}", "{data}", "--scores", "{data}/a.parquet"], 1, "is one of the input files"),
     ],
 )
 def test_mistakes_are_one_line_with_the_right_exit_code_and_leave_nothing(

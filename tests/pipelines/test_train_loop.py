@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pipelines.evaluation import evaluate
 from pipelines.reading import SourceBatch
 from pipelines.train_loop import (
     Callbacks,
@@ -265,3 +266,11 @@ def test_training_learns_and_is_the_same_to_the_bit_when_repeated():
         losses.append(seen)
     assert losses[0] == losses[1]
     assert np.mean(losses[0][-10:]) < np.mean(losses[0][:10]) - 0.05
+
+
+def test_scores_that_are_not_finite_are_an_error_not_a_metric():
+    model = a_model()
+    with torch.no_grad():
+        next(model.over_arch.parameters()).fill_(math.nan)
+    with pytest.raises(TpurecError, match="32 of 32 scores of a batch are not finite"):
+        evaluate(model, batches(1))

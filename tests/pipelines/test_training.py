@@ -105,6 +105,27 @@ def test_a_run_that_is_killed_and_resumed_ends_in_the_same_numbers_to_the_bit(wh
     assert lines(run) == lines(whole[0]), "no line is lost or there twice"
 
 
+def test_a_run_killed_between_its_test_and_its_result_has_no_line_twice(recipe_file, tmp_path):
+    run, recipe = Run(tmp_path / "run"), read_recipe(recipe_file)
+    first = train(run, recipe)  # `train` here writes no result.json: the command does
+    before = lines(run)
+    assert numbers(train(run, recipe)) == numbers(first)
+    assert lines(run) == before
+
+
+def test_tensorboard_has_every_step_of_a_resumed_run_once(recipe_file, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, recipe = Run(tmp_path / "run"), read_recipe(recipe_file)
+    with pytest.raises(Killed):
+        train(run, recipe, kill_at=29)  # lines of steps 21 and 28 come after the checkpoint of step 20
+    train(run, recipe)
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    assert [event.step for event in events.Scalars("train/log_loss")] == [*range(7, 72, 7), 72]
+    assert [event.step for event in events.Scalars("validation/auc")] == [15, 30, 36, 45, 60, 72]
+    assert [event.step for event in events.Scalars("test/auc")] == [72]
+
+
 def test_the_number_of_readers_and_the_place_of_the_data_change_nothing(whole, recipe_file, clicks, tmp_path):
     shutil.copytree(clicks, tmp_path / "moved")
     overrides = [f"data.train={tmp_path}/moved/train", f"data.test={tmp_path}/moved/test", "data.reader_workers=3"]
@@ -151,6 +172,8 @@ def test_a_folder_that_is_no_run_is_left_alone(recipe_file, tmp_path):
         train(Run(folder), read_recipe(recipe_file))
     with pytest.raises(ConfigError, match="is not a RUN: it has no recipe"):
         load_run(folder)
+    with pytest.raises(ConfigError, match="is a file; a RUN is a folder"):
+        Run(folder / "thesis.doc").check_recipe(read_recipe(recipe_file))
 
 
 def test_two_processes_cannot_train_into_one_folder(tmp_path):
@@ -246,6 +269,22 @@ def test_ids_that_the_policy_handled_are_counted_and_said(recipe_file, clicks, t
     assert any("handled by the id policy: 1 malformed" in warning for warning in result["warnings"])
     with pytest.raises(DataError, match=r"row 5 \(from 0\), column 'item'.*'not hex' is not hexadecimal"):
         train(Run(tmp_path / "strict"), read_recipe(recipe_file, [*overrides, "data.id_policy=error"]))
+
+
+def test_data_without_rows_are_refused_before_training(recipe_file, clicks, tmp_path):
+    empty = write_rows(tmp_path / "empty.parquet", click_rows(10).slice(0, 0))
+    for key in ("train", "test"):
+        with pytest.raises(DataError, match=rf"data\.{key}: 1 files without a row"):
+            find_data(read_recipe(recipe_file, [f"data.{key}={empty}"]))
+
+
+def test_a_file_that_is_damaged_behind_its_footer_is_named(recipe_file, clicks, tmp_path):
+    file = tmp_path / "damaged.parquet"
+    data = bytearray((clicks / "train" / "a.parquet").read_bytes())
+    data[4:20_000] = bytes(19_996)
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=r"damaged\.parquet: row group \d+ cannot be read"):
+        train(Run(tmp_path / "run"), read_recipe(recipe_file, [f"data.train={file}"]))
 
 
 def test_a_damaged_checkpoint_is_named_when_resuming(recipe_file, tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.sharding.problems import random_tables
+from tpurec.sharding import bound as bound_module
 from tpurec.sharding import search as search_module
 from tpurec.sharding.assumptions import Assumptions
 from tpurec.sharding.bound import lower_bound
@@ -105,7 +106,11 @@ def test_200_small_problems_by_heuristic_against_brute_force(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_linear_bound_is_below_the_optimum(seed):
+@pytest.mark.parametrize("mixed_items", [64, 0])
+def test_bounds_of_the_linear_programs_are_below_the_optimum(seed, mixed_items, monkeypatch):
+    monkeypatch.setattr(bound_module, "_MIXED_ITEMS", mixed_items)  # 0: cases are told apart
+    monkeypatch.setattr(bound_module, "_LOOSE", 1.0)
+    monkeypatch.setattr(bound_module, "_CLOSE", 1.0)
     tables, slice_, batch, assumptions = small_problem(seed)
     space = make_space(tables, slice_, batch, assumptions)
     answer = plan(tables, slice_, batch, assumptions)
@@ -114,3 +119,17 @@ def test_the_linear_bound_is_below_the_optimum(seed):
         for known in (optimum, 3 * optimum):
             bound = lower_bound(space, known, space.model.capacity_bytes)
             assert 0 < bound.seconds <= optimum * (1 + 1e-9)
+
+
+def test_telling_cases_apart_tightens_the_bound(monkeypatch):
+    tables, slice_, batch, assumptions = small_problem(7)
+    space = make_space(tables, slice_, batch, assumptions)
+    optimum = plan(tables, slice_, batch, assumptions).estimates.step_seconds
+    monkeypatch.setattr(bound_module, "_LOOSE", 100.0)
+    plain = lower_bound(space, optimum, space.model.capacity_bytes)
+    monkeypatch.setattr(bound_module, "_LOOSE", 1.0)
+    monkeypatch.setattr(bound_module, "_CLOSE", 1.0)
+    monkeypatch.setattr(bound_module, "_MIXED_ITEMS", 0)
+    cases = lower_bound(space, optimum, space.model.capacity_bytes)
+    assert plain.kind == "linear program" and cases.kind == "linear programs by cases"
+    assert plain.seconds < cases.seconds <= optimum * (1 + 1e-9)

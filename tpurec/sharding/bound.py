@@ -7,25 +7,32 @@ A placement chooses x[i, c] in {0, 1} per item i and choice c. Per part k of the
 
 where `even` is the uniform load plus the padded one times the smallest padding that is possible (padding per id falls
 as more ids share the exchange). A latency is due as soon as one item causes it. Stacks obey the same inequalities in
-bytes, and their sum has to fit. Minimising the sum of parts under these is a linear program if x may be fractional,
-and its optimum cannot exceed the cost of any placement. With few items x is kept whole (HiGHS branch and bound, whose
-dual bound is valid wherever it stops). Choices that alone are slower than a known plan cannot be part of a faster one
-and are left out.
+bytes, and their sum has to fit. Minimising the sum of parts under these is a linear program if x may be fractional, and
+its optimum cannot exceed the cost of any placement. Choices that alone are slower than a known plan cannot be part of a
+faster one and are left out.
+
+The program is tightened where a plan is far above it. With few items x is kept whole (HiGHS branch and bound, whose
+dual bound is valid wherever it stops). With more, cases are told apart: either no lump of some column exceeds a
+threshold, or one does and the column's maximum with it; and either few ids share the exchange, or many. The smallest
+bound of all cases is the bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tpurec.sharding.space import NUM_PARTS, Space
 
 _MIXED_ITEMS = 64  # up to this many items x is kept whole
-_MIXED_NODES = 20  # a limit in nodes, not seconds, so that the bound is the same on every machine
-_LOOSE = (
-    1.08  # how far a plan may be above the linear program's bound before the mixed one, which takes longer, is asked
-)
+# Limits in programs and nodes, not in seconds, so that the bound is the same on every machine.
+_MIXED_NODES = 20
+_PROGRAM_ITEMS = 4_000  # items x programs in all when cases are told apart
+_MOST_PROGRAMS = 16
+_LOOSE = 1.08  # how far a plan may be above a plain linear program before more is tried
+_CLOSE = 1.02  # how near the bound is near enough
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Bound:
 
     Args:
         seconds: no placement that fits is faster.
-        kind: `linear program` or `mixed program`.
+        kind: `linear program`, `linear programs by cases` or `mixed program`.
     """
 
     seconds: float
@@ -52,35 +59,14 @@ def lower_bound(space: Space, known_seconds: float, capacity_bytes: float) -> Bo
     Returns:
         The bound, at most `known_seconds`.
     """
-    program = _Program(space, known_seconds, capacity_bytes)
-    bound = _solve(space, program, known_seconds, mixed=False)
-    if len(space.items) <= _MIXED_ITEMS and known_seconds > _LOOSE * bound.seconds:
-        bound = max(bound, _solve(space, program, known_seconds, mixed=True), key=lambda found: found.seconds)
-    return bound
-
-
-def _solve(space: Space, program: _Program, known_seconds: float, mixed: bool) -> Bound:
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    kind = "mixed program" if mixed else "linear program"
-    integrality = np.zeros(program.num_variables)
-    if mixed:
-        integrality[: program.num_choices] = 1
-    answer = milp(
-        program.objective,
-        constraints=LinearConstraint(program.matrix, program.low, program.high),
-        bounds=Bounds(program.lower, program.upper),
-        integrality=integrality,
-        options={"node_limit": _MIXED_NODES, "mip_rel_gap": 1e-3} if mixed else {},
-    )
-    proven = answer.mip_dual_bound if mixed else answer.fun
-    if answer.status == 2:  # infeasible: nothing is faster than what is known
-        return Bound(known_seconds, kind)
-    if proven is None or not np.isfinite(proven):
-        proven = 0.0
-    # 1e-6: the solver's tolerance, relative to a program scaled to about 1
-    seconds = space.constant_seconds + (float(proven) - 1e-6) * known_seconds
-    return Bound(min(known_seconds, max(seconds, space.constant_seconds)), kind)
+    root = _solve(_Program(space, known_seconds, capacity_bytes, _Case.of(space)))
+    if known_seconds <= _LOOSE * root.seconds:
+        return Bound(min(root.seconds, known_seconds), "linear program")
+    if len(space.items) <= _MIXED_ITEMS:
+        mixed = _solve(_Program(space, known_seconds, capacity_bytes, _Case.of(space)), whole=True)
+        return Bound(min(max(mixed.seconds, root.seconds), known_seconds), "mixed program")
+    seconds = _by_cases(space, known_seconds, capacity_bytes, root)
+    return Bound(min(seconds, known_seconds), "linear programs by cases")
 
 
 def fractional_choices(space: Space, known_seconds: float) -> list[int] | None:
@@ -93,61 +79,170 @@ def fractional_choices(space: Space, known_seconds: float) -> list[int] | None:
     Returns:
         Per item the position of the choice with the largest share; None if the program finds nothing faster.
     """
+    answer = _solve(_Program(space, known_seconds, float("inf"), _Case.of(space)))
+    if answer.shares is None:
+        return None
+    share: dict[int, tuple[float, int]] = {}
+    for (item, choice), part in zip(answer.program.chosen, answer.shares, strict=True):
+        share[item] = max(share.get(item, (-1.0, 0)), (float(part), -choice))
+    return [-share[item][1] for item in range(len(space.items))]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A part of all placements.
+
+    Args:
+        most: largest lump per column (seconds or bytes).
+        least: what the maximum of a column exceeds its even load by, at least.
+        pairs: least and most ids of a mean rank pair in the padded exchange.
+    """
+
+    most: tuple[float, ...]
+    least: tuple[float, ...]
+    pairs: tuple[float, float]
+
+    @classmethod
+    def of(cls, space: Space) -> _Case:
+        pairs = sum(max(choice.pair_ids for choice in item.choices) for item in space.items)
+        return cls((float("inf"),) * space.num_columns, (0.0,) * space.num_columns, (0.0, pairs))
+
+    def with_column(self, column: int, threshold: float) -> tuple[_Case, _Case]:
+        """No lump of the column reaches the threshold; or one does."""
+        below, above = list(self.most), list(self.least)
+        below[column] = threshold * (1 - 1e-9)
+        above[column] = max(threshold, self.least[column])
+        return replace(self, most=tuple(below)), replace(self, least=tuple(above))
+
+
+@dataclass(frozen=True)
+class _Answer:
+    seconds: float
+    shares: np.ndarray | None
+    program: _Program = field(repr=False)
+    even: np.ndarray | None = None
+    tops: np.ndarray | None = None
+
+
+def _solve(program: _Program, whole: bool = False) -> _Answer:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    program = _Program(space, known_seconds, float("inf"))
+    integrality = np.zeros(program.num_variables)
+    if whole:
+        integrality[: program.num_choices] = 1
     answer = milp(
         program.objective,
         constraints=LinearConstraint(program.matrix, program.low, program.high),
         bounds=Bounds(program.lower, program.upper),
+        integrality=integrality,
+        options={"node_limit": _MIXED_NODES, "mip_rel_gap": 1e-3} if whole else {},
     )
+    space, known = program.space, program.known_seconds
+    if answer.status == 2:  # infeasible: nothing in this case is faster than what is known
+        return _Answer(known, None, program)
+    proven = answer.mip_dual_bound if whole else answer.fun
+    if proven is None or not np.isfinite(proven):
+        proven = 0.0
+    # 1e-6: the solver's tolerance; the program is scaled to about 1
+    seconds = space.constant_seconds + max(float(proven) - 1e-6, 0.0) * known
     if answer.x is None:
+        return _Answer(seconds, None, program)
+    first = program.num_choices
+    even = answer.x[first : first + space.num_columns] * program.scale
+    tops = answer.x[first + space.num_columns : first + 2 * space.num_columns] * program.scale
+    return _Answer(seconds, answer.x[:first], program, even, tops)
+
+
+def _by_cases(space: Space, known: float, capacity: float, root: _Answer) -> float:
+    """Split the case with the smallest bound until programs run out; return the smallest bound."""
+    order = 0
+    queue = [(root.seconds, order, root)]
+    left = min(_MOST_PROGRAMS, max(2, _PROGRAM_ITEMS // len(space.items)))
+    while left >= 2 and known > _CLOSE * queue[0][0]:
+        seconds, _, worst = heapq.heappop(queue)
+        cases = _split(space, worst)
+        if cases is None:
+            heapq.heappush(queue, (seconds, 0, worst))
+            break
+        for case in cases:
+            answer = _solve(_Program(space, known, capacity, case))
+            order += 1
+            heapq.heappush(queue, (max(seconds, answer.seconds), order, answer))
+        left -= 2
+    return queue[0][0]
+
+
+def _split(space: Space, answer: _Answer) -> tuple[_Case, _Case] | None:
+    """Tell cases apart where the program cheats most: by shares of too large lumps, or by too little padding."""
+    if answer.shares is None or answer.even is None or answer.tops is None:
         return None
-    share: dict[int, tuple[float, int]] = {}
-    for (item, choice), part in zip(program.chosen, answer.x, strict=False):
-        share[item] = max(share.get(item, (-1.0, 0)), (float(part), -choice))
-    return [-share[item][1] for item in range(len(space.items))]
+    program, shares = answer.program, answer.shares
+    case = program.case
+    best, cases = 1e-3 * program.known_seconds, None
+    for column in range(NUM_PARTS):
+        lumps = program.lump[:, column] * program.scale[column]
+        room = answer.tops[column] - answer.even[column]
+        large = np.flatnonzero((lumps > room * (1 + 1e-6)) & (shares > 1e-6))
+        if not len(large):
+            continue
+        order = large[np.argsort(lumps[large], kind="stable")]
+        weight = np.cumsum(shares[order])
+        threshold = float(lumps[order[np.searchsorted(weight, weight[-1] / 2)]])
+        gain = min(float(threshold - room), float(shares[large] @ (lumps[large] - room)))
+        if gain > best:
+            best, cases = gain, case.with_column(column, threshold)
+    pairs = float(shares @ program.pairs)
+    low, high = case.pairs
+    missing = space.padding(pairs) / space.padding(high) - 1 if 0 < pairs < high else 0.0
+    padded = float(shares @ program.padded) * space.padding(high)
+    if missing * padded > best:
+        middle = (pairs + high) / 2
+        cases = replace(case, pairs=(low, middle)), replace(case, pairs=(middle, high))
+    return cases
 
 
 class _Program:
     """Columns: x per choice, even load per column, maximum per column, one per latency. Scaled to about 1."""
 
-    def __init__(self, space: Space, known_seconds: float, capacity_bytes: float) -> None:
+    def __init__(self, space: Space, known_seconds: float, capacity_bytes: float, case: _Case) -> None:
         from scipy.sparse import csr_array
 
-        self._space = space
-        ranks = space.model.num_ranks
+        self.space, self.known_seconds, self.case = space, known_seconds, case
         budget = max(capacity_bytes - space.constant_bytes, 1.0)
         if not np.isfinite(budget):
             budget = 1e18  # memory does not count
-        scale = np.concatenate([np.full(NUM_PARTS, known_seconds), np.full(space.num_columns - NUM_PARTS, budget)])
-        pairs = [[choice.pair_ids for choice in item.choices] for item in space.items]
-        padding = space.padding(sum(map(max, pairs)))
-        even, lump, flags, copies, owner = [], [], [], [], []
+        seconds = np.full(NUM_PARTS, known_seconds)
+        self.scale = np.concatenate([seconds, np.full(space.num_columns - NUM_PARTS, budget)])
+        padding = space.padding(case.pairs[1])
+        most = np.array(case.most) / self.scale
+        even, lump, flags, copies, owner, pairs, padded = [], [], [], [], [], [], []
         self.chosen: list[tuple[int, int]] = []
         for position, item in enumerate(space.items):
             for number, choice in enumerate(item.choices):
-                low = (choice.uniform + padding * choice.padded) / scale
-                peak = low + choice.lump / scale
+                low = (choice.uniform + padding * choice.padded) / self.scale
+                own = choice.lump / self.scale
                 latency = sum(space.latency[b] for b in range(len(space.latency)) if choice.flags >> b & 1)
-                too_slow = peak[:NUM_PARTS].sum() + (latency + space.constant_seconds) / known_seconds > 1 + 1e-9
-                if too_slow or peak[NUM_PARTS:].sum() > 1 + 1e-9:
+                least = (low + own)[:NUM_PARTS].sum() + (latency + space.constant_seconds) / known_seconds
+                if least > 1 + 1e-9 or (low + own)[NUM_PARTS:].sum() > 1 + 1e-9 or (own > most).any():
                     continue
                 even.append(low)
-                lump.append(choice.lump / scale)
+                lump.append(own)
                 flags.append(choice.flags)
                 copies.append(choice.copies)
                 owner.append(position)
+                pairs.append(choice.pair_ids)
+                padded.append(float(choice.padded[:NUM_PARTS].sum()))
                 self.chosen.append((position, number))
         self.num_choices = len(owner)
+        shape = (self.num_choices, space.num_columns)
+        self.lump = np.array(lump).reshape(shape)
+        self.pairs, self.padded = np.array(pairs), np.array(padded)
         self._rows: list[int] = []
         self._cols: list[int] = []
         self._vals: list[float] = []
         self.low: list[float] = []
         self.high: list[float] = []
-        if not owner:
-            even, lump = [np.zeros(space.num_columns)], [np.zeros(space.num_columns)]
-        self._build(np.array(even), np.array(lump), np.array(flags), np.array(copies), np.array(owner), ranks)
+        self._build(np.array(even).reshape(shape), np.array(flags, dtype=np.int64), np.array(copies), np.array(owner))
         num_columns = space.num_columns
         self.num_variables = self.num_choices + 2 * num_columns + len(space.latency)
         self.matrix = csr_array((self._vals, (self._rows, self._cols)), shape=(len(self.low), self.num_variables))
@@ -167,16 +262,8 @@ class _Program:
         self.low.append(low)
         self.high.append(high)
 
-    def _build(
-        self,
-        even: np.ndarray,
-        lump: np.ndarray,
-        flags: np.ndarray,
-        copies: np.ndarray,
-        owner: np.ndarray,
-        ranks: int,
-    ) -> None:
-        space, num = self._space, self.num_choices
+    def _build(self, even: np.ndarray, flags: np.ndarray, copies: np.ndarray, owner: np.ndarray) -> None:
+        space, num, ranks = self.space, self.num_choices, self.space.model.num_ranks
         width = space.num_columns
         first_even, first_top = num, num + width
         everything = np.arange(num)
@@ -184,21 +271,29 @@ class _Program:
         for mine in by_item:
             self._row(mine, np.ones(len(mine)), 1.0, 1.0)
         for column in range(width):
-            loads = even[:num, column] if num else np.zeros(0)
-            used = np.flatnonzero(loads)
-            self._row(np.append(used, first_even + column), np.append(loads[used], -1.0), -np.inf, 0.0)
-            share = lump[:num, column] * copies / ranks if num else np.zeros(0)
-            used = np.flatnonzero(share)
+            used = np.flatnonzero(even[:, column])
+            self._row(np.append(used, first_even + column), np.append(even[used, column], -1.0), -np.inf, 0.0)
             ends = [first_even + column, first_top + column]
+            least = self.case.least[column] / self.scale[column]
+            self._row(np.array(ends), np.array([1.0, -1.0]), -np.inf, -least)
+            share = self.lump[:, column] * copies / ranks if num else np.zeros(0)
+            used = np.flatnonzero(share)
             self._row(np.append(used, ends), np.append(share[used], [1.0, -1.0]), -np.inf, 0.0)
             for mine in by_item:
-                heavy = mine[lump[mine, column] > 0] if len(mine) else mine
+                heavy = mine[self.lump[mine, column] > least]
                 if len(heavy):
-                    self._row(np.append(heavy, ends), np.append(lump[heavy, column], [1.0, -1.0]), -np.inf, 0.0)
+                    self._row(np.append(heavy, ends), np.append(self.lump[heavy, column], [1.0, -1.0]), -np.inf, 0.0)
         tops = np.arange(first_top + NUM_PARTS, first_top + width)
         self._row(tops, np.ones(len(tops)), -np.inf, 1.0)
+        used = np.flatnonzero(self.pairs)
+        if len(used):
+            low, high = self.case.pairs
+            slack = 1e-9 * max(high, 1.0)
+            self._row(used, self.pairs[used], low - slack, high + slack)
+        elif self.case.pairs[0] > 0:
+            self._row(np.array([first_even]), np.array([0.0]), 1.0, 1.0)  # ids are asked for that no choice has
         for bit in range(len(space.latency)):
             for mine in by_item:
-                due = mine[(flags[mine] >> bit & 1) > 0] if len(mine) else mine
+                due = mine[(flags[mine] >> bit & 1) > 0]
                 if len(due) and space.latency[bit] > 0:
                     self._row(np.append(due, first_top + width + bit), np.append(np.ones(len(due)), -1.0), -np.inf, 0.0)

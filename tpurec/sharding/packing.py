@@ -20,7 +20,9 @@ from tpurec.sharding.space import NUM_PARTS, Item, Placement, Space, State
 
 _ENOUGH = 1e-9  # relative gain below which a move is noise
 _POWERS = (16,)  # powers of two: computed by squaring
-_IMPROVE_ALL = 2_000  # items x ranks up to which every start is improved
+_IMPROVE_ALL = 300  # items x ranks up to which every start is improved
+_RELIEVE = 60_000  # items x ranks up to which uneven columns are relieved
+_RELIEF_ROUNDS = 12
 _NO_RANKS = np.zeros(0, dtype=np.int64)
 
 
@@ -162,7 +164,63 @@ class Packer:
             chosen = {id(state): state for state in (smallest, by_program, best_made)}
         else:
             chosen = {id(state): state for state in starts.values()}
-        return min((self.improve(state) for state in chosen.values()), key=self.value).placement()
+        best = min((self.improve(state) for state in chosen.values()), key=self.value)
+        small = len(self.space.items) * self.space.model.num_ranks <= _RELIEVE
+        return (self._relieve(best) if small else best).placement()
+
+    def _relieve(self, state: State, rounds: int = _RELIEF_ROUNDS) -> State:
+        """Take large lumps out of unevenly loaded columns, all at once: one by one none of them would help.
+
+        Args:
+            state: a complete state.
+            rounds: columns and limits to try at most.
+
+        Returns:
+            The best state found.
+        """
+        tried: set[tuple[int, float]] = set()
+        for _ in range(rounds):
+            limits = [limit for limit in self._limits(state) if limit not in tried]
+            if not limits or self.out_of_time():
+                break
+            tried.add(limits[0])
+            other = self._limited(state, *limits[0])
+            if self.value(other) < self.value(state) * (1 - 1e-4):
+                state = other
+                tried.clear()
+        return state
+
+    def _limits(self, state: State) -> list[tuple[int, float]]:
+        """Columns with a limit on lumps (none at all, or half of the largest), those with the most to gain first."""
+        found = []
+        slack = (state.load.max(axis=0) - state.load.mean(axis=0)) * self.price
+        for column in range(NUM_PARTS):
+            lumps = [item.choices[pick].lump[column] for item, pick in zip(self.space.items, state.choice, strict=True)]
+            for limit in (0.0, 0.5 * max(lumps)):
+                if slack[column] > 1e-3 * self.value(state):
+                    found.append((-float(slack[column]), column, limit))
+        return [(column, limit) for _, column, limit in sorted(found)]
+
+    def _limited(self, state: State, column: int, limit: float) -> State:
+        """The state with no lump of a column above a limit, improved."""
+        items = self.space.items
+        state = State.of(self.space, state.placement())
+        board = _Board(self, state, 16)
+        large = [i for i, item in enumerate(items) if item.choices[state.choice[i]].lump[column] > limit]
+        allowed = {i: [n for n, choice in enumerate(items[i].choices) if choice.lump[column] <= limit] for i in large}
+        large = [i for i in large if allowed[i]]
+        for item in large:
+            board.take(item)
+        for item in large:
+            options = []
+            for choice in allowed[item]:
+                ranks = board.best_ranks(item, choice)
+                board.put(item, choice, ranks)
+                options.append((board.value(), choice, ranks))
+                board.take(item)
+            _, choice, ranks = min(options, key=lambda option: option[:2])
+            board.put(item, choice, ranks)
+        return self.improve(state, sweeps=2)
 
     def _without_exchange(self) -> list[list[int]]:
         """Every item replicated, if all of them can be."""

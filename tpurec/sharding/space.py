@@ -166,7 +166,9 @@ class State:
         self.uniform += sign * chosen.uniform
         self.padded += sign * chosen.padded
         self.pair_ids += sign * chosen.pair_ids
-        if len(ranks):
+        if len(ranks) == 1:
+            self.load[ranks[0]] += sign * chosen.lump
+        elif len(ranks):
             np.add.at(self.load, ranks, sign * chosen.lump)  # a plan from elsewhere may repeat a rank
         for bit in range(len(LATENCY_FLAGS)):
             self.flags[bit] += sign * (chosen.flags >> bit & 1)

@@ -18,6 +18,7 @@ from pipelines.data.row_counts import RowCounts
 from pipelines.data.stored_rows import StorageConverter
 from tpurec.errors import DataError
 from tpurec.features import Schema
+from tpurec.features.arrow_columns import numbers
 from tpurec.features.statistics import IdStatistics, IdSummary
 from tpurec.features.transform import label_values
 
@@ -109,8 +110,8 @@ class Description:
                 "blanks": self.label.blanks,
                 "label_rate": self.label.mean,
             }
-        for name, numbers in self.dense.items():
-            columns[name] = {"role": "dense", **numbers.to_plain()}
+        for name, found in self.dense.items():
+            columns[name] = {"role": "dense", **found.to_plain()}
         for name, ids in self.sparse.items():
             plain = dataclasses.asdict(ids)
             columns[name] = {"role": "sparse", "count": plain.pop("ids"), **plain}
@@ -166,8 +167,7 @@ def describe(
             if found.label is not None:
                 found.label.add(label_values(table.column(schema.label.column), schema.label, []))
             for feature in schema.dense:
-                # float32 with nulls becomes NaN where null
-                found.dense[feature.name].add(table.column(feature.column).to_numpy())
+                found.dense[feature.name].add(numbers(table.column(feature.column)))
             for feature in schema.sparse:
                 ids[feature.name].add(table.column(feature.column))
             progress(counts.read)

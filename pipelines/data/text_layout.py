@@ -81,18 +81,9 @@ def _fields(line: bytes, delimiter: str, quoted: bool) -> list[str]:
 
 def _check(file: InputFile, columns: Sequence[str], schema: Schema, labels: bool, keys: bool) -> None:
     """Every field is text; say at once what cannot come out of text, by the same check that typed files pass."""
-    numbers = [dense.column for dense in schema.dense]
-    numbers += [schema.label.column] if schema.label is not None else []
-    types = dict.fromkeys(numbers, pa.float64())
+    types = {field.name: field.type for field in schema.arrow_schema()}
     for feature in schema.sparse:
-        if feature.multi_valued:
-            # Text that is split when there is a separator; without one the check refuses it.
-            types[feature.column] = pa.string()
-            if feature.weights:
-                types[feature.weights] = pa.list_(pa.float64()) if feature.separator else pa.string()
-        else:
-            types[feature.column] = pa.int64() if feature.kind == "integer" else pa.string()
-            if feature.weights:
-                types[feature.weights] = pa.float64()
+        if feature.multi_valued and not feature.separator:  # text cannot be split: the check refuses it
+            types |= dict.fromkeys([feature.column, feature.weights], pa.string())
     found = pa.schema([pa.field(name, types.get(name, pa.string())) for name in columns])
     check_types(found, schema, str(file), labels=labels, keys=keys)

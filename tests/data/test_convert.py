@@ -165,6 +165,21 @@ def test_row_groups_and_files_have_the_stated_sizes(tmp_path):
     assert footer.row_group(0).column(0).compression == "ZSTD"
 
 
+def test_a_column_that_is_a_number_and_an_id_comes_out_of_text_as_one(tmp_path):
+    schema = Schema(
+        name="people",
+        label=LabelColumn("y"),
+        dense=(DenseFeature("age"),),
+        sparse=(SparseFeature("age_id", 100, column="age", kind="integer"),),
+    )
+    (tmp_path / "a.csv").write_text("age,y\n17,1\n,0\n35,0\n")
+    convert_files([tmp_path / "a.csv"], tmp_path / "out", schema)
+    table = pq.read_table(tmp_path / "out")
+    assert table["age"].to_pylist() == [17, None, 35] and table["age"].type == pa.int64()
+    found = run("data", "describe", tmp_path / "out")["columns"]
+    assert (found["age"]["mean"], found["age_id"]["distinct"]) == (26.0, 2)
+
+
 # ---- bad rows and bad files ------------------------------------------------------------------------------------------
 
 

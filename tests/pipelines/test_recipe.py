@@ -1,5 +1,8 @@
 """Recipes: everything resolved, nothing unknown, bad values named with what to do."""
 
+import re
+import tomllib
+from dataclasses import MISSING
 from pathlib import Path
 
 import pytest
@@ -60,3 +63,29 @@ def test_a_recipe_without_data_says_so(tmp_path):
 def test_the_shipped_recipes_are_valid(path):
     recipe = read_recipe(path)
     assert recipe.data.train and recipe.data.test
+
+
+def test_the_page_about_training_lists_every_key_with_its_default():
+    from dataclasses import fields, is_dataclass
+    from typing import get_type_hints
+
+    from pipelines.recipe import Recipe
+    from tpurec.models.config import FACTORY_KEYS, MODEL_KEYS
+
+    rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|", (ROOT / "docs" / "training.md").read_text(), re.MULTILINE)
+    written = {key: text for key, text in rows}
+    assert len(written) == len(rows)
+    model_defaults = {key: value for keys in (*MODEL_KEYS.values(), FACTORY_KEYS) for key, value in keys.items()}
+    known = {}
+    for section, kind in get_type_hints(Recipe).items():
+        assert is_dataclass(kind)
+        for field in fields(kind):
+            default = None if field.default is MISSING else field.default
+            default = field.default_factory() if field.default_factory is not MISSING else default
+            known[f"{section}.{field.name}"] = (
+                model_defaults.get(field.name, default) if section == "model" else default
+            )
+    assert written.keys() == known.keys()
+    for key, text in written.items():
+        value = None if text.strip() in ("", "none") else tomllib.loads(f"value = {text}")["value"]
+        assert value == known[key], key

@@ -1,12 +1,14 @@
 """The SparseCore lookup: interpreted with race detection, compiled for the chips that have one, its bundles counted."""
 
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import shared_memory
 
 from tests.kernels.tools import bundles
 from tests.kernels.tools.aot import target
@@ -15,6 +17,7 @@ from tests.kernels.tools.programs import lookup
 from tests.kernels.tools.sparsecore_interpreter import interpreter
 from tpurec.kernels import embedding_bag_sparsecore as kernel
 from tpurec.kernels import sparsecore_stream
+from tpurec.kernels.dispatch import Shape
 from tpurec.kernels.embedding_bag import embedding_bag
 from tpurec.kernels.embedding_bag_sparsecore import Config
 from tpurec.kernels.storage import Storage, pack
@@ -148,6 +151,41 @@ def test_planted_faults_are_caught(fault, monkeypatch):
     with interpreter("v6e") as machine:
         case = Case(machine, dim=8, dtype="float32", pooling="sum", weighted=True, config=Config(16, 2, 16, 8))
         assert case.wrong("a few", "many skipped")
+
+
+@pytest.mark.interpret
+def test_counted_bytes_are_those_of_the_dmas(monkeypatch):
+    """`kernel_hbm_bytes` against every HBM access that the interpreter sees."""
+    moved, whole, lock = [0], set(), threading.Lock()
+
+    def counting(original, value_of):
+        def access(self, key, *arguments, **named):
+            result = original(self, key, *arguments, **named)
+            value = value_of(result, arguments)
+            # Whole arrays are the interpreter's own: it hands the results over when the kernel has ended.
+            if key[0] in ("any", "hbm") and value.shape not in whole:
+                with lock:
+                    moved[0] += value.nbytes
+            return result
+
+        return access
+
+    for name, value_of in {
+        "get_buffer_content": lambda result, arguments: result[0],
+        "store_buffer_content": lambda result, arguments: np.asarray(arguments[1]),
+    }.items():
+        original = getattr(shared_memory.SharedMemory, name)
+        monkeypatch.setattr(shared_memory.SharedMemory, name, counting(original, value_of))
+    config = Config(16, 2, 16, 8)
+    with interpreter("v6e") as machine:
+        case = Case(machine, dim=24, dtype="float32", pooling="sum", weighted=True, config=config)
+        whole.update({case.storage.part_shape, (21, 24)})
+        assert not case.wrong("a few", "uniform")
+    bags = make_bags("a few", "uniform", num_bags=21, capacity=61, num_rows=100)
+    used = int(bags.counts().sum())
+    most = kernel.kernel_hbm_bytes(Shape(case.storage, 21, 61, weighted=True), machine.chip, config, used)
+    workers = 3  # blocks of 8 bags
+    assert most - 2 * workers * config.chunk_rows * 8 <= moved[0] <= most
 
 
 SHAPES = {

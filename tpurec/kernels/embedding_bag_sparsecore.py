@@ -163,17 +163,35 @@ def hbm_bytes(shape: Shape, chip: Chip, config: Config, num_used: int) -> int:
     Returns:
         Bytes; at most two chunks of id lists per vector subcore more than is moved.
     """
+    storage = shape.storage
+    plan = _plan(shape, chip.sparse_core, config)
+    is_padded = shape.num_ids % plan.chunk_rows > 0
+    padded = 2 * 4 * (shape.num_bags + is_padded * shape.num_ids * (1 + shape.weighted))
+    out = shape.num_bags * storage.dim * 4
+    tiled = shape.num_bags * math.ceil(storage.dim / 128) * 128 * 4
+    return kernel_hbm_bytes(shape, chip, config, num_used) + padded + (out + tiled if storage.dim != 128 else 0)
+
+
+def kernel_hbm_bytes(shape: Shape, chip: Chip, config: Config, num_used: int) -> int:
+    """The part of `hbm_bytes` that the kernel's own DMAs move.
+
+    Args:
+        shape: as of `hbm_bytes`.
+        chip: as of `hbm_bytes`.
+        config: as of `hbm_bytes`.
+        num_used: as of `hbm_bytes`.
+
+    Returns:
+        Bytes.
+    """
     core, storage = chip.sparse_core, shape.storage
     plan = _plan(shape, core, config)
     blocks = math.ceil(shape.num_bags / plan.block_bags)
     workers = min(core.num_workers, blocks)
     rows = num_used * storage.row_bytes
-    lists = min(shape.num_ids, num_used + 2 * workers * plan.chunk_rows) * 4 * (1 + shape.weighted)
+    lists = (num_used + 2 * workers * plan.chunk_rows) * 4 * (1 + shape.weighted)
     windows = blocks * (plan.block_bags + core.num_lanes) * 4 + core.num_workers * 4 * core.num_lanes * 4
-    padded = 2 * 4 * (shape.num_bags + (shape.num_ids % plan.chunk_rows > 0) * shape.num_ids * (1 + shape.weighted))
-    out = shape.num_bags * storage.dim * 4
-    tiled = shape.num_bags * math.ceil(storage.dim / 128) * 128 * 4
-    return rows + lists + windows + padded + out + (out + tiled if storage.dim != 128 else 0)
+    return rows + lists + windows + shape.num_bags * storage.dim * 4
 
 
 def run(

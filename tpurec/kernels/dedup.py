@@ -71,7 +71,7 @@ def occurrence_factors(
     if pooling == "sum":
         return weights_N
     ones = jnp.where(used_N, 1.0 if weights_N is None else weights_N, 0.0).astype(jnp.float32)
-    sums = jnp.zeros(num_bags, jnp.float32).at[bags_N].add(ones, mode="drop")[jnp.minimum(bags_N, num_bags - 1)]
+    sums = jnp.zeros(num_bags + 1, jnp.float32).at[bags_N].add(ones)[bags_N]  # one more: behind the last bag
     return jnp.where(sums == 0, 0.0, ones / jnp.where(sums == 0, 1.0, sums))
 
 

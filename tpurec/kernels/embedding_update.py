@@ -59,7 +59,7 @@ def reference(
     num_rows = table_RD.shape[0]
     bags_N, used_N = bag_of_ids(ids_N, offsets, num_rows)
     factors_N = occurrence_factors(bags_N, used_N, weights_N, offsets.shape[0] - 1, pooling)
-    grads_ND = grads_BD[jnp.minimum(bags_N, offsets.shape[0] - 2)]
+    grads_ND = jnp.pad(grads_BD, ((0, 1), (0, 0)))[bags_N]  # ids behind the last bag have no gradient
     if factors_N is not None:
         grads_ND = grads_ND * factors_N[:, None]
     rows_N = jnp.where(used_N, ids_N, num_rows)
@@ -115,6 +115,7 @@ def update(
         KernelLimit: the named implementation cannot take the shape.
     """
     ids_N, offsets = check_arguments(parts, ids_N, offsets, weights_N, storage)
+    grads_BD, lr = jnp.asarray(grads_BD), jnp.asarray(lr)  # a NumPy array cannot be indexed by traced ids
     _check_update(state, grads_BD, offsets, lr, storage, optimizer)
     num_bags, num_ids = offsets.shape[0] - 1, ids_N.shape[0]
     shape = dispatch.Shape(storage, num_bags, num_ids, weights_N is not None, pooling, optimizer.name)

@@ -78,8 +78,10 @@ def find_files(places: str | list[str], key: str) -> list[tuple[Path, str]]:
     for place in [places] if isinstance(places, str) else places:
         path = Path(place)
         if path.is_dir():
-            files = [file for file in sorted(path.rglob("*.parquet")) if not file.name.startswith((".", "_"))]
-            named = [(file, file.relative_to(path).as_posix()) for file in files]
+            names = sorted(file.relative_to(path) for file in path.rglob("*.parquet"))
+            # Hidden folders too: an interrupted conversion keeps finished files in one.
+            visible = [name for name in names if not any(part.startswith((".", "_")) for part in name.parts)]
+            named = [(path / name, name.as_posix()) for name in visible]
         elif path.is_file():
             named = [(path, path.name)]
         else:

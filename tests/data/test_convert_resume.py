@@ -14,6 +14,7 @@ import pytest
 from pipelines.data import conversion_pool
 from pipelines.data.conversion_unit import convert_unit
 from pipelines.data.convert import convert_files
+from pipelines.reading import find_files
 from tests.data.test_convert import SHOP, lines, requests, write_schema
 from tpurec.errors import DataError, TpurecError
 
@@ -58,6 +59,9 @@ def test_after_an_interruption_finished_files_are_not_converted_again(tmp_path, 
     assert converted == ["0.tsv", "1.tsv", "2.tsv"]
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / ".out.partial").glob(".unfinished*"))  # of the file that was being written
+    assert len(list((tmp_path / ".out.partial").glob("*.parquet"))) == 2
+    with pytest.raises(DataError, match=r"no \*\.parquet file"):  # training does not see them
+        find_files(str(tmp_path), "data.train")
     converted.clear()
     result = convert_files([source], tmp_path / "out", SHOP)
     assert converted == ["2.tsv", "3.tsv"] and result.units_done_before == 2

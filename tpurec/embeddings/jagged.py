@@ -153,8 +153,8 @@ def stack_ids(features: KeyedJaggedTensor, stack: TableStack) -> StackedIds:
 
     Raises:
         DataError: on the CPU: lengths that do not sum to the number of values, or an id that is not a row, named with
-            feature, table and position. Other devices cannot raise without waiting: such an id is skipped there, and
-            never reads or changes another row.
+            feature, table and position. Other devices, and compiled code, cannot look at values: such an id is skipped
+            there, and never reads or changes another row.
     """
     if features.values().device.type == "cpu" and not torch.compiler.is_compiling():
         return _checked(features, stack)

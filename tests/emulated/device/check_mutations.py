@@ -1,0 +1,104 @@
+"""Planted faults in the path to the device: each has to be noticed by the comparison with the CPU. This is the list.
+
+| fault | noticed by |
+|---|---|
+| arguments swapped in a binding (eps and weight decay) | one step against the CPU |
+| bags handed over example by example instead of feature by feature | one step against the CPU |
+| update not applied | one step against the CPU |
+| update applied twice | one step against the CPU |
+| weights ignored in the lookup | one step against the CPU |
+| weights ignored in the update | one step against the CPU |
+| ids shifted by one table | one step against the CPU |
+| forward alone compiled | the guard (check_training.py) |
+| a compilation per batch | graphs counted against rungs (check_training.py counts them; here: without a ladder) |
+
+Every fault gets a dim of its own, as programs are cached by shape.
+"""
+
+import pytest
+import torch
+from torchrec import EmbeddingBagConfig
+
+from tests.embeddings.test_fused import batch
+from tests.emulated.device import check_training
+from tpurec.embeddings import FusedEmbeddingBagCollection, RowWiseAdagrad, to_torch
+from tpurec.features.packing import Ladder
+from tpurec.kernels.optimizers import RowOptimizer
+from tpurec.ops import _tpu
+
+
+def one_step_equals_the_cpu(dim, shift_ids=False):
+    """Look up, compare; step, compare."""
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=dim, num_embeddings=rows, feature_names=[feature])
+        for name, rows, feature in (("a", 40, "f1"), ("b", 50, "f2"))
+    ]
+    optimizer = RowWiseAdagrad(lr=0.1, eps=1e-8, weight_decay=0.01)
+    torch.manual_seed(0)
+    on_cpu = FusedEmbeddingBagCollection(tables, optimizer, is_weighted=True)
+    on_tpu = FusedEmbeddingBagCollection(tables, optimizer, is_weighted=True, device="tpu")
+    on_tpu.load_state_dict(on_cpu.state_dict())
+    if shift_ids:
+        on_tpu._stacks[0].feature_row_starts = on_tpu._stacks[0].feature_row_starts[::-1]
+    features = batch(["f1", "f2"], weighted=True)
+    expected, actual = on_cpu(features).values(), on_tpu(features.to("tpu")).values()
+    torch.testing.assert_close(actual.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+    gradient = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    expected.backward(gradient)
+    actual.backward(gradient.to("tpu"))
+    for name, weight in on_cpu.state_dict().items():
+        torch.testing.assert_close(on_tpu.state_dict()[name].cpu(), weight, rtol=1e-5, atol=1e-5)
+    for name, state in on_cpu.optimizer_state_dict().items():
+        torch.testing.assert_close(on_tpu.optimizer_state_dict()[name].cpu(), state, rtol=1e-4, atol=1e-6)
+
+
+look_up, update = _tpu.bag_kernel.embedding_bag, _tpu.update_kernel.update
+
+
+def update_twice(parts, state, *arguments, **keywords):
+    parts, state = update(parts, state, *arguments, **keywords)
+    return update(parts, state, *arguments, **keywords)
+
+
+def update_without_weights(parts, state, grads, ids, offsets, weights, lr, **keywords):
+    return update(parts, state, grads, ids, offsets, None, lr, **keywords)
+
+
+FAULTS = {
+    "arguments_swapped": (_tpu, "RowOptimizer", lambda name, eps, decay: RowOptimizer(name, decay, eps)),
+    "bags_by_example": (_tpu, "_to_bags", lambda grad, num_features, dim: grad.reshape(-1, dim)),
+    "update_not_applied": (_tpu.update_kernel, "update", lambda parts, state, *a, **k: (tuple(parts), tuple(state))),
+    "update_applied_twice": (_tpu.update_kernel, "update", update_twice),
+    "weights_ignored_in_lookup": (
+        _tpu.bag_kernel,
+        "embedding_bag",
+        lambda parts, ids, offsets, weights, **keywords: look_up(parts, ids, offsets, None, **keywords),
+    ),
+    "weights_ignored_in_update": (_tpu.update_kernel, "update", update_without_weights),
+}
+
+
+def test_without_a_fault_the_comparison_passes():
+    one_step_equals_the_cpu(dim=8)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_binding_is_noticed(fault, monkeypatch):
+    monkeypatch.setattr(*FAULTS[fault])
+    with pytest.raises(AssertionError):
+        one_step_equals_the_cpu(dim=16 + 8 * list(FAULTS).index(fault))
+
+
+def test_ids_shifted_by_a_table_are_noticed():
+    with pytest.raises(AssertionError):
+        one_step_equals_the_cpu(dim=8, shift_ids=True)
+
+
+def test_a_compilation_per_batch_is_noticed(monkeypatch):
+    """Without a ladder every number of ids is a shape: more graphs than the ladder has rungs."""
+    monkeypatch.setattr(check_training, "LADDER", Ladder(tuple(range(1, 40))))
+    step = check_training.compiled_step(check_training.make_model("tpu"))
+    torch._dynamo.utils.counters.clear()
+    for seed in range(5):
+        step(to_torch(check_training.packed_batch(seed), "tpu"))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 3

@@ -59,8 +59,12 @@ def main() -> None:
         for op in ("embedding_bag", "embedding_update")
         if fits(chip, shape) and (implementation is None or shape["embedding_dim"] % 16 == 0)
     ]
+    rows = []
     with ThreadPoolExecutor(max_workers=2) as pool:
-        rows = list(pool.map(measured, requests))
+        for row in pool.map(measured, requests):
+            rows.append(row)
+            print(f"\r{len(rows)} of {len(requests)} programs compiled", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
     if options.plot:
         plot(options.plot)
     if options.json:

@@ -5,11 +5,10 @@ import json
 
 import pytest
 
-from tests.sharding.problems import MLPERF, table
+from tests.sharding.problems import table
 from tpurec.errors import ConfigError
 from tpurec.sharding.plan import PLAN_VERSION, PlacedTable, Plan, Shard
 from tpurec.sharding.planner import plan
-from tpurec.sharding.tables import read_tables
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +124,7 @@ def test_stacks_hold_all_rows_of_every_rank(made):
 
 
 def test_stacks_above_16_gib_are_split():
-    big = plan(read_tables(MLPERF).tables, "v6e-4", 4096)
+    big = plan([table("t", 40_000_000, 128, pin="table_wise")], "v6e-4", 4096)
     (stack,) = big.stacks
     weights = stack.rows * stack.width * 4
     assert weights > 16 * 2**30

@@ -62,7 +62,7 @@ def owners_of_every_cell(placed):
             yield owners
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems())
 def test_every_row_is_owned_once_and_memory_limits_hold(problem):
     tables, name, batch, assumptions = problem
@@ -84,7 +84,7 @@ def test_every_row_is_owned_once_and_memory_limits_hold(problem):
     assert sum(found.hbm_parts.values()) == pytest.approx(found.hbm_bytes_max, abs=10)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(), st.sampled_from(["link_bytes_per_second", "hbm_bytes_per_second", "hbm_bytes"]), st.floats(1.0, 8.0))
 def test_more_bandwidth_or_more_memory_is_never_slower(problem, what, factor):
     tables, name, batch, assumptions = problem
@@ -97,7 +97,7 @@ def test_more_bandwidth_or_more_memory_is_never_slower(problem, what, factor):
         assert after.estimates.step_seconds <= before.estimates.step_seconds * (1 + 1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(), st.randoms(use_true_random=False))
 def test_permuting_tables_changes_nothing(problem, random):
     tables, name, batch, assumptions = problem
@@ -111,7 +111,7 @@ def test_permuting_tables_changes_nothing(problem, random):
         assert [p.name for p in other.tables] == [t.name for t in shuffled]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems())
 def test_a_plan_survives_json_and_is_costed_the_same(problem):
     tables, name, batch, assumptions = problem

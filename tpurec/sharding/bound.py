@@ -29,7 +29,7 @@ from tpurec.sharding.space import NUM_PARTS, Space
 _MIXED_ITEMS = 64  # up to this many items x is kept whole
 # Limits in programs and nodes, not in seconds, so that the bound is the same on every machine.
 _MIXED_NODES = 20
-_PROGRAM_ITEMS = 4_000  # items x programs in all when cases are told apart
+_PROGRAM_ITEMS = 3_000  # items x programs in all when cases are told apart
 _MOST_PROGRAMS = 16
 _LOOSE = 1.08  # how far a plan may be above a plain linear program before more is tried
 _CLOSE = 1.02  # how near the bound is near enough

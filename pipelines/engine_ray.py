@@ -11,6 +11,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,24 @@ def train_ray(run: Run, recipe: Recipe, data: RunData, reporter: Reporter) -> di
                 failure_config=FailureConfig(max_failures=MAX_FAILURES),
             ),
         )
-        answer = trainer.fit().return_value
+        answer = _fit(trainer)
     if "error" in answer:
         raise TpurecError(*answer["error"])
     return answer["result"]
+
+
+def _fit(trainer: Any) -> dict[str, Any]:
+    """Fit in a thread: in the main thread Ray Train would take over Ctrl-C, and end the process without a word."""
+    answers: Future[dict[str, Any]] = Future()
+
+    def fit() -> None:
+        try:
+            answers.set_result(trainer.fit().return_value)
+        except BaseException as error:
+            answers.set_exception(error)
+
+    threading.Thread(target=fit, name="ray-train", daemon=True).start()
+    return answers.result()
 
 
 def _absolute(data: RunData) -> RunData:

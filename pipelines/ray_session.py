@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 
@@ -25,14 +27,29 @@ def ray_session() -> Iterator[int]:
     # Two at least, so that an actor and a reading task can run side by side.
     num_cpus = max(2, len(os.sched_getaffinity(0)))
     with redirect_stdout(sys.stderr):
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
+        with _our_signal_handlers():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
         try:
             yield num_cpus
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _our_signal_handlers() -> Iterator[None]:
+    """Undo what the block does to SIGINT and SIGTERM: Ray would abort with a stack trace."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,7 +1,10 @@
 """Ray Data and Ray Train around the same loop: the same batches, so the same numbers to the bit."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,6 +18,7 @@ from pipelines.recipe import read_recipe
 from pipelines.run import Run, load_run
 from pipelines.source import find_data
 from pipelines.training import train_run
+from tpurec.config import to_toml
 from tpurec.errors import TpurecError
 from tpurec.reporting import Reporter
 from tpurec.sharding.checkpoint import list_checkpoints
@@ -111,6 +115,22 @@ def test_a_failure_with_a_known_cause_is_our_error_not_a_retry(one_ray, clicks, 
     path.write_text(f'data.train = "{clicks}/train"\ntables.learning_rate = 1e30\ntrain.learning_rate = 1e30\n')
     with pytest.raises(TpurecError, match=r"the loss is .* Lower train\.learning_rate"):
         train(Run(tmp_path / "run"), read_recipe(path), "ray")
+
+
+def test_a_polite_kill_ends_ray_and_leaves_a_run_that_can_be_resumed(recipe, local, tmp_path):
+    run = Run(tmp_path / "run")
+    path = tmp_path / "recipe.toml"
+    path.write_text(to_toml(recipe))
+    command = [sys.executable, "-m", "tpurec.cli", "train", str(path), "--out", str(run.path), "--engine", "ray"]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not list_checkpoints(run.checkpoints):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert json.loads(out)["error"]["message"] == "interrupted." and "Traceback" not in err
+    check_same(run, train(run, recipe, "local"), local)
 
 
 def test_what_ray_prints_goes_to_stderr_because_stdout_is_for_the_result(monkeypatch, capsys):

@@ -18,17 +18,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECIAL = ("compile", "interpret", "multiprocess", "ray", "browser", "emulated", "slow")
-# Seconds on 2 cores; together under 45 minutes. A tier over its budget is stopped and fails.
+# Seconds on 2 quiet cores; together (without `slow`) under 45 minutes. A tier over its budget is reported; at twice the
+# budget it is stopped and fails, so that a busy machine does not turn a passing tier into a failure.
 BUDGETS = {
     "default": 600,
     "compile": 480,
     "interpret": 420,
-    "multiprocess": 360,
+    "multiprocess": 300,
     "ray": 300,
-    "browser": 120,
-    "emulated": 600,
+    "browser": 90,
+    "emulated": 480,
     "slow": 7200,
 }
+STOP_FACTOR = 2
+STOPPED = 124
 NO_TESTS = 5  # pytest's exit code for "nothing collected"
 
 
@@ -50,7 +53,7 @@ def run_tier(tier: str) -> Outcome:
         tier: `default` or a marker of `SPECIAL`.
 
     Returns:
-        Its outcome; code 124 if the budget ran out.
+        Its outcome; code `STOPPED` if it was stopped.
     """
     expression = " and ".join(f"not {name}" for name in SPECIAL) if tier == "default" else f"{tier} and not slow"
     if tier == "slow":
@@ -61,10 +64,10 @@ def run_tier(tier: str) -> Outcome:
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression, f"--junitxml={report}"]
         print(f"\n=== tier {tier}: budget {BUDGETS[tier]} s", flush=True)
         try:
-            code = subprocess.run(command, cwd=ROOT, timeout=BUDGETS[tier], check=False).returncode
+            code = subprocess.run(command, cwd=ROOT, timeout=STOP_FACTOR * BUDGETS[tier], check=False).returncode
         except subprocess.TimeoutExpired:
-            print(f"tier {tier} ran over its budget of {BUDGETS[tier]} s", flush=True)
-            code = 124
+            print(f"tier {tier} was stopped at {STOP_FACTOR} x its budget of {BUDGETS[tier]} s", flush=True)
+            code = STOPPED
         outcome = Outcome(tier, time.monotonic() - started, code)
         if report.exists():
             _read_report(report, outcome)
@@ -82,6 +85,12 @@ def _read_report(report: Path, outcome: Outcome) -> None:
             outcome.counts["failed"] += 1
         else:
             outcome.counts["passed"] += 1
+
+
+def _remark(outcome: Outcome) -> str:
+    if outcome.code == STOPPED:
+        return "  STOPPED"
+    return "  over budget" if outcome.seconds > BUDGETS[outcome.tier] else ""
 
 
 def main(tiers: list[str]) -> int:
@@ -105,7 +114,7 @@ def main(tiers: list[str]) -> int:
         total.update(counts)
         print(
             f"{outcome.tier:<12} {outcome.seconds:>8.0f} {BUDGETS[outcome.tier]:>7} {counts['passed']:>7} "
-            f"{counts['failed']:>7} {counts['skipped']:>8}{'  OVER BUDGET' if outcome.code == 124 else ''}"
+            f"{counts['failed']:>7} {counts['skipped']:>8}{_remark(outcome)}"
         )
         for reason, count in outcome.skips.most_common():
             print(f"    {count} skipped: {reason}")

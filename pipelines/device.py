@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_THREADS = 1024
+
 
 @dataclass(frozen=True)
 class DeviceConfig:
@@ -24,8 +26,8 @@ class DeviceConfig:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ValueError(f"threads = {self.threads}: must be 0 (all cores) or more")
+        if not 0 <= self.threads <= MAX_THREADS:  # beyond what the system allows, torch ends the process
+            raise ValueError(f"threads = {self.threads}: must be 0 (all cores) to {MAX_THREADS}")
 
     def num_threads(self, reader_workers: int) -> int:
         """Return the number of threads to use, with 0 resolved.

@@ -69,6 +69,8 @@ class TrainConfig:
         for key in ("max_steps", "warmup_steps", "evaluate_every_steps", "patience", "seed", "weight_decay"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key} = {getattr(self, key)}: must not be negative")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed = {self.seed}: must be below 2^63")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate = {self.learning_rate}: must be above 0")
         if not 0 <= self.final_factor <= 1:

@@ -33,6 +33,10 @@ def _has_a_defect(as_json: JsonOption = False):
     raise ZeroDivisionError("division by zero")
 
 
+def _meets_a_full_disk(as_json: JsonOption = False):
+    raise OSError(28, "No space left on device", "out/part.parquet")
+
+
 def _is_misused(as_json: JsonOption = False):
     raise typer.BadParameter("give --a or --b, not both")
 
@@ -61,6 +65,7 @@ def run(monkeypatch, capsys):
     names = {
         "works": "_works", "fails": "_fails", "defect": "_has_a_defect", "misused": "_is_misused",
         "interrupted": "_is_interrupted", "cut-off": "_reads_a_cut_off_file", "late": "_fails_after_its_result",
+        "full": "_meets_a_full_disk",
         "group": "_group",
     }  # fmt: skip
     points = [EntryPoint(name, f"tests.test_cli:{target}", cli.GROUP) for name, target in names.items()]
@@ -94,6 +99,7 @@ def test_a_command_inside_a_group_runs_and_fails_like_any_other(run):
     [
         (("fails",), 1, "column 'x' is missing. Add it."),
         (("defect",), 1, "ZeroDivisionError: division by zero"),
+        (("full",), 1, "out/part.parquet: No space left on device. Check path, permissions and free space."),
         (("cut-off",), 1, "ended before the end-of-stream"),
         (("broken",), 1, "no_such_module"),
         (("misused",), 2, "give --a or --b, not both"),

@@ -128,6 +128,12 @@ def _run(arguments: list[str]) -> int:
         return _interrupted(arguments)
     except KeyboardInterrupt:
         return _interrupted(arguments)
+    except OSError as error:  # a full disk, a folder that is read-only: the machine's state, not a defect
+        where = ", ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
+        return _fail(
+            arguments, f"{where}: {reason}." if where else f"{reason}.", "Check path, permissions and free space."
+        )
     except Exception as error:  # a defect of ours: say so in one line, keep the traceback for who asks
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return _fail(arguments, reason, "This is unexpected; run `tpurec --traceback ...` for where it happened.")

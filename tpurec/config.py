@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from tpurec.errors import ConfigError
 
 T = TypeVar("T")
 _STRICT = ConfigDict(extra="forbid")
+_SCALAR_TYPES = ("int_type", "float_type", "bool_type")  # pydantic's names for a value of another type
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -118,10 +120,20 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
     Raises:
         ConfigError: naming section, key, value and remedy.
     """
+    adapter = TypeAdapter(_forbid_extra(cls))
     try:
-        return TypeAdapter(_forbid_extra(cls)).validate_python(dict(mapping))
+        found = adapter.validate_python(dict(mapping))
     except ValidationError as error:
-        raise ConfigError(*_explain(cls, error, where)) from None
+        raise ConfigError(*_explain(cls, error.errors()[0], where)) from None
+    # pydantic turns true into 1 and "64" into 64. Its strict mode does not, but refuses a whole float (1e6) for an
+    # integer too: only where it minds a bool, a text or a number in a bool's place is the type wrong.
+    try:
+        adapter.validate_json(json.dumps(dict(mapping)), strict=True)
+    except ValidationError as error:
+        for problem in error.errors():
+            if problem["type"] in _SCALAR_TYPES and isinstance(problem["input"], (bool, str, int)):
+                raise ConfigError(*_explain(cls, problem, where)) from None
+    return found
 
 
 def _forbid_extra(cls: type, seen: set[type] | None = None) -> type:
@@ -144,8 +156,7 @@ def _classes_in(hint: Any) -> list[type]:
     return found
 
 
-def _explain(cls: type, error: ValidationError, where: str) -> tuple[str, str]:
-    first = error.errors()[0]
+def _explain(cls: type, first: Any, where: str) -> tuple[str, str]:
     key = ".".join(str(part) for part in first["loc"]) or "(the whole)"
     if first["type"] == "unexpected_keyword_argument":
         known = _fields_at(cls, first["loc"][:-1])
@@ -155,7 +166,9 @@ def _explain(cls: type, error: ValidationError, where: str) -> tuple[str, str]:
     if first["type"] == "missing_argument" or first["type"] == "missing":
         return f"{where}: key {key!r} is missing.", "Add it."
     message = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {key} = {first['input']!r}: {message}.".replace("..", "."), ""
+    # What a section's own check says names key and value; the whole section would only bury them.
+    shown = key if isinstance(first["input"], Mapping) else f"{key} = {first['input']!r}"
+    return f"{where}: {shown}: {message.removesuffix('.')}.", ""
 
 
 def _fields_at(cls: Any, location: tuple[Any, ...]) -> list[str]:

@@ -42,6 +42,10 @@ def test_a_resolved_recipe_reads_back_to_itself(recipe_file, tmp_path):
         ("model.name=dlrm3", r"no model 'dlrm3'; choose dlrm, dlrm_dcn, deepfm"),
         ("device.kind=cuda", r"device\.kind = 'cuda'"),
         ("device.threads=-1", r"threads = -1"),
+        ("device.threads=1000000", r"threads = 1000000"),  # torch would end the process
+        ("train.seed=99999999999999999999", r"seed = 99999999999999999999"),
+        ("train.epochs=true", r"train.epochs = True"),
+        ('train.batch_size="64"', r"train.batch_size = '64'"),
         ("sharding.num_workers=2", r"sharding\.num_workers = 2"),
         ("checkpoint.keep_last=0", r"every_steps and keep_last must be 1 or more"),
         ("export.examples=0", r"examples = 0"),

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tpurec import cli
+from tpurec.errors import ConfigError
 from tpurec.sharding.plan import Plan
 from tpurec.sharding.sources import read_source
 
@@ -192,6 +193,25 @@ def test_a_torchrec_model_is_planned_by_its_collections(tmp_path, monkeypatch):
     assert [(t.name, t.num_embeddings, t.embedding_dim, len(t.features)) for t in found.tables] == [("t", 100, 8, 2)]
     # DLRM: (3*8+8) + (8*8+8) dense, (8 + 3 pairs)*4+4 and 4+1 over.
     assert found.assumptions.dense_parameters == 32 + 72 + 48 + 5
+
+
+@pytest.mark.parametrize("option", ["--out", "--report"])
+def test_a_place_that_cannot_be_written_is_refused_before_planning(run, tables, tmp_path, monkeypatch, option):
+    monkeypatch.setattr("tpurec.sharding.planner.plan", lambda *_: pytest.fail("planned"))
+    before = tables.read_text()
+    for place, says in ((tmp_path, "is a folder"), (tables, "TABLES itself"), (tmp_path / "no" / "x", "folder does")):
+        code, _, err = run(tables, "--slice", "v6e-4", option, place)
+        assert code == 1 and says in err
+    assert tables.read_text() == before
+
+
+def test_plan_and_report_do_not_overwrite_each_other(run, tables, tmp_path):
+    assert run(tables, "--slice", "v6e-4", "--out", tmp_path / "x", "--report", tmp_path / "x")[0] == 2
+
+
+def test_a_factory_that_makes_no_model_is_named():
+    with pytest.raises(ConfigError, match=r"os:getcwd: gives a str, not a torch module"):
+        read_source("os:getcwd")
 
 
 def test_plan_diff_says_what_moves(run, tables, tmp_path, capsys):

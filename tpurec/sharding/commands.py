@@ -69,6 +69,12 @@ def plan(
     for path in (out, report):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: its folder does not exist.", "Make the folder first.")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{path}: is a folder, a file is to be written there.", "Add the file's name.")
+        if path is not None and path.exists() and path.resolve() == Path(tables).resolve():
+            raise ConfigError(f"{path}: is TABLES itself, and would be overwritten.", "Write to another file.")
+    if out and report and out.resolve() == report.resolve():
+        raise typer.BadParameter("--out and --report are one file")
     source = read_source(tables, set_ or (), embedding_dim, str(measure) if measure else None)
     batch = batch_size or source.batch_size
     if batch is None:

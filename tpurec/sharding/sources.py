@@ -144,6 +144,7 @@ def _from_parquet(path: Path, embedding_dim: int | None) -> TableList:
 
 
 def _from_model(source: str) -> TableList:
+    from torch import nn
     from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 
     module_name, _, factory_name = source.partition(":")
@@ -155,7 +156,9 @@ def _from_model(source: str) -> TableList:
         raise ConfigError(
             f"{source}: {error}.", "Write module:factory; the module must be importable from here."
         ) from error
-    model = factory()
+    model = factory() if callable(factory) else factory
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{source}: gives a {type(model).__name__}, not a torch module.", "Return the whole model.")
     configs: dict[str, tuple[BaseEmbeddingConfig, bool, str]] = {}
     for module in model.modules():
         for method in ("embedding_bag_configs", "embedding_configs"):

@@ -104,7 +104,7 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         self._check(self.name != "", "name", "must not be empty")
-        self._check(1 <= self.num_embeddings < 2**53, "num_embeddings", "must be 1 or more")
+        self._check(1 <= self.num_embeddings < 2**53, "num_embeddings", "must be 1 to 2^53 - 1")
         self._check(1 <= self.embedding_dim <= 2**16, "embedding_dim", "must be 1 to 65536")
         self._check(len(self.features) > 0, "features", "must name at least one feature")
         self._one_of("dtype", DTYPE_BYTES)

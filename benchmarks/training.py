@@ -1,6 +1,6 @@
 """Training speed here, all in one run: the bare step, the whole of `tpurec train`, and a plain TorchRec loop.
 
-python -m benchmarks.training [--rows 200000] [--rounds 5] [--json]
+python -m benchmarks.training [--rows 200000] [--rounds 5] [--batch-size 2048] [--json]
 
 - bare: the train step on batches that are ready in memory.
 - train: `tpurec train` with the demo recipe, reading included; validation, checkpoints and start-up are not counted
@@ -34,11 +34,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=200_000, help="synthetic rows, a tenth of them for the test")
     parser.add_argument("--rounds", type=int, default=5, help=f"rounds of {STEPS} steps each")
+    parser.add_argument("--batch-size", type=int, default=2048, help="of all three")
     parser.add_argument("--threads", type=int, default=0, help="torch threads of all three; 0: as the recipe has it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), options.rows, options.rounds, options.threads)
+        result = measure(Path(folder), options.rows, options.rounds, options.batch_size, options.threads)
     if options.json:
         print(json.dumps(result))
         return
@@ -49,20 +50,26 @@ def main() -> None:
     print(f"batch {result['batch_size']}, {result['threads']} torch threads, {result['reader_workers']} reader threads")
 
 
-def measure(folder: Path, rows: int, rounds: int, threads: int) -> dict[str, Any]:
+def measure(folder: Path, rows: int, rounds: int, batch_size: int, threads: int) -> dict[str, Any]:
     """Measure all three.
 
     Args:
         folder: for data and RUN.
         rows: synthetic rows.
         rounds: of the bare step and the TorchRec loop.
+        batch_size: rows of a batch.
         threads: torch threads; 0 as the recipe has it.
 
     Returns:
         Rows per second and ratios.
     """
     _tpurec("data", "synth", folder / "data", "--rows", rows)
-    overrides = [f"data.train={folder}/data/train", f"data.test={folder}/data/test", f"device.threads={threads}"]
+    overrides = [
+        f"data.train={folder}/data/train",
+        f"data.test={folder}/data/test",
+        f"train.batch_size={batch_size}",
+        f"device.threads={threads}",
+    ]
     words = [word for override in overrides for word in ("--set", override)]
     started = time.perf_counter()
     trained = _tpurec("train", RECIPE, "--out", folder / "run", *words)

@@ -138,6 +138,28 @@ def test_the_list_of_commands_survives_one_that_cannot_be_loaded(run):
     assert "Count." in out and "cannot be loaded" in out
 
 
+def test_the_list_of_commands_says_whole_sentences(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    commands = capsys.readouterr().out.partition("Commands:")[2]
+    assert "train " in commands and "..." not in commands
+
+
+def test_long_work_shows_lines_of_progress_where_there_is_no_terminal(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("tpurec.reporting.time.monotonic", lambda: now[0])
+    with Reporter().progress("train", 100_000) as advance:
+        advance(40_000)  # done before an interruption: not part of the rate
+        now[0] = 29.0
+        advance(5_800, "log loss 0.4")
+        now[0] = 30.0
+        advance(200, "log loss 0.3")
+        advance(1)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "train: 46,000 of 100,000 rows, 200 rows/s, log loss 0.3\n")
+
+
 def test_version(run):
     code, out, _ = run("--version")
     assert code == 0 and out.startswith("tpurec ")

@@ -22,6 +22,7 @@ from tpurec.errors import TpurecError
 from tpurec.reporting import Reporter
 
 GROUP = "tpurec.commands"
+SENTENCE = 400  # characters: the list of commands shows their first sentences whole, wrapped, not cut off at "..."
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -39,7 +40,7 @@ class _Commands(TyperGroup):
         rows = []
         for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
             try:
-                help_line = _load(point).get_short_help_str(limit=formatter.width)
+                help_line = _load(point).get_short_help_str(limit=SENTENCE)
             except Exception as error:  # one broken command must not hide the others
                 help_line = f"(cannot be loaded: {' '.join(str(error).split())})"
             rows.append((point.name, help_line))
@@ -135,7 +136,7 @@ def _run(arguments: list[str]) -> int:
             arguments, f"{where}: {reason}." if where else f"{reason}.", "Check path, permissions and free space."
         )
     except Exception as error:  # a defect of ours: say so in one line, keep the traceback for who asks
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".") + "."
         return _fail(arguments, reason, "This is unexpected; run `tpurec --traceback ...` for where it happened.")
     if code == EXIT_INTERRUPTED:  # typer turns a KeyboardInterrupt in a command into this code
         return _interrupted(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Te
 from rich.text import Text
 
 PIPED_WIDTH = 120
+SECONDS_BETWEEN_LINES = 30.0  # of progress, where stderr is a file: seen by `tail -f`, and no flood in a night's log
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
 
@@ -59,7 +61,7 @@ class Reporter:
 
     @contextmanager
     def progress(self, description: str, total: float | None, unit: str = "rows") -> Iterator[Callable[..., None]]:
-        """Show a progress bar with rate and remaining time on stderr (nothing is drawn when it is not a terminal).
+        """Show a progress bar with rate and remaining time on stderr; where that is no terminal, a line now and then.
 
         Args:
             description: what is going on, such as `train`.
@@ -69,6 +71,9 @@ class Reporter:
         Yields:
             A function to call with the number of units just done, and optionally a short note to show behind the bar.
         """
+        if not self.err.is_terminal:
+            yield self._progress_lines(description, total, unit)
+            return
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -78,9 +83,28 @@ class Reporter:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as bar:
+        with Progress(*columns, console=self.err, transient=True) as bar:
             task = bar.add_task(description, total=total, unit=unit, note="")
             yield lambda amount, note="": bar.update(task, advance=amount, note=note)
+
+    def _progress_lines(self, description: str, total: float | None, unit: str) -> Callable[..., None]:
+        done = counted = 0.0
+        counted_at = time.monotonic()
+        resumed = True  # the first call may tell what an interrupted run had done: no rate is taken from it
+
+        def advance(amount: float, note: str = "") -> None:
+            nonlocal done, counted, counted_at, resumed
+            done += amount
+            seconds = time.monotonic() - counted_at
+            if resumed:
+                resumed, counted = False, done
+            elif seconds >= SECONDS_BETWEEN_LINES:
+                of = f" of {total:,.0f}" if total is not None else ""
+                words = (f"{done:,.0f}{of} {unit}", f"{(done - counted) / seconds:,.0f} {unit}/s", note)
+                self.log(f"{description}: {', '.join(filter(None, words))}")
+                counted, counted_at = done, time.monotonic()
+
+        return advance
 
     def result(self, values: dict[str, Any], summary: Callable[[Console], None] | None = None) -> None:
         """Print the command's result; call it once, at the end.

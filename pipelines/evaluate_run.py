@@ -25,6 +25,7 @@ from tpurec.features.transform import Transformer
 from tpurec.reporting import Reporter
 
 ROW, LABEL, SCORE = "row", "label", "score"
+PARQUET_MAGIC = b"PAR1"
 
 
 def evaluate_run(loaded: LoadedRun, places: list[str], scores: Path | None, reporter: Reporter) -> dict[str, Any]:
@@ -163,6 +164,10 @@ def _check_target(scores: Path, manifest: Manifest) -> None:
         raise ConfigError(f"--scores {scores}: is a folder; one file is written.", "Give a file, such as OUT.parquet.")
     if scores.resolve() in {Path(file.path).resolve() for file in manifest.files}:
         raise ConfigError(f"--scores {scores}: is one of the input files.", "Give another file.")
+    if scores.exists():  # earlier scores are replaced; a file of the RUN, or of anyone else, is not
+        with scores.open("rb") as stream:
+            if stream.read(len(PARQUET_MAGIC)) != PARQUET_MAGIC:
+                raise ConfigError(f"--scores {scores}: exists, and is no Parquet file.", "Give another file.")
 
 
 def _check_key_names(keys: tuple[str, ...]) -> None:

@@ -91,6 +91,8 @@ def find_files(places: str | list[str], key: str) -> list[tuple[Path, str]]:
             raise DataError(f"{key}: {place}: {problem}.", f"Check the path, or set it with --set {key}=PATH.")
         for file, name in named:
             found.setdefault(file, name)
+    if not found:
+        raise DataError(f"{key}: an empty list.", "Name a file or folder.")
     return list(found.items())
 
 

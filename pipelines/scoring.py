@@ -90,6 +90,8 @@ def score_files(
             scored. A single row that the schema refuses is met later.
     """
     _check_out(out, overwrite)
+    if bundle.is_dir() and bundle.resolve() in out.resolve().parents:
+        raise ConfigError(f"{out}: is inside the bundle.", "Write the scores elsewhere.")
     loaded = Bundle.load(bundle)
     chosen = list(dict.fromkeys(loaded.schema.keys if keys is None else keys))
     if SCORE in chosen:

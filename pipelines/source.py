@@ -32,6 +32,18 @@ class RunData:
     train: Manifest
     test: Manifest | None
 
+    def warnings(self) -> list[str]:
+        """Say what makes the test metrics worth little.
+
+        Returns:
+            A line if test files are training files too, in place or as a copy; else nothing.
+        """
+        trained_on = {file.footer_sha256 for file in self.train.files}
+        shared = [file.path for file in (self.test.files if self.test else ()) if file.footer_sha256 in trained_on]
+        if not shared:
+            return []
+        return [f"{shared[0]} ({len(shared)} in all) is training data and test data: the metrics flatter the model."]
+
 
 class Source(ABC):
     """The training, validation and test batches of a run.

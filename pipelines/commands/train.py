@@ -70,7 +70,7 @@ def _train(run: Run, recipe: Recipe, data: RunData, engine: str, reporter: Repor
         from pipelines.engine_local import LocalSource, train_local
 
         result = train_local(run, LocalSource(recipe, data), reporter)
-    result = {**result, "run": str(run.path), "engine": engine}
+    result = {**result, "run": str(run.path), "engine": engine, "warnings": [*data.warnings(), *result["warnings"]]}
     write_atomically(run.result_file, json.dumps(result, indent=1, allow_nan=False))
     return result
 

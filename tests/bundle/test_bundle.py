@@ -269,6 +269,13 @@ def test_a_damaged_file_is_named(copy, name, damage):
     assert str(path) in caught.value.problem and caught.value.remedy
 
 
+def test_a_manifest_that_is_a_link_is_refused(copy):
+    (copy / "manifest.json").rename(copy.parent / "elsewhere.json")
+    (copy / "manifest.json").symlink_to(copy.parent / "elsewhere.json")
+    with pytest.raises(BundleError, match=r"manifest.json: is a symbolic link"):
+        Bundle.load(copy)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -438,6 +438,9 @@ def test_what_is_there_is_kept_unless_it_may_be_replaced(bundle, tmp_path):
         run(bundle, [tmp_path / "a.parquet"], tmp_path / "a.parquet", overwrite=True)
     with pytest.raises(ConfigError, match="is a folder"):
         run(bundle, [tmp_path / "a.parquet"], tmp_path, overwrite=True)
+    for name in ("manifest.json", "examples.parquet", "tables/x.parquet"):
+        with pytest.raises(ConfigError, match="is inside the bundle"):
+            run(bundle, [tmp_path / "a.parquet"], bundle / name, overwrite=True)
     assert len(pq.read_table(tmp_path / "a.parquet")) == 5
 
 

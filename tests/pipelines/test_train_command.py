@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,19 @@ def trained(clicks, tmp_path_factory):
     recipe.write_text(RECIPE.format(data=clicks))
     result, _ = tpurec("train", recipe, "--out", folder / "run")
     return folder / "run", recipe, result
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_test_data_that_were_trained_on_are_said_loudly(trained, clicks, tmp_path, copied):
+    _, recipe, result = trained
+    assert not any("flatter" in warning for warning in result["warnings"])
+    test = clicks / "train" / "a.parquet"
+    if copied:
+        test = shutil.copy(test, tmp_path / "renamed.parquet")
+    found, err = tpurec(
+        "train", recipe, "--out", tmp_path / "run", "--set", f"data.test={test}", "--set", "train.max_steps=1"
+    )
+    assert "is training data and test data" in found["warnings"][0] and found["warnings"][0] in err
 
 
 KEYS = {
@@ -114,6 +128,8 @@ def test_evaluate_masks_rows_without_label_and_still_scores_them(trained, tmp_pa
         (["evaluate", "{run}"], 2, "DATA"),
         (["evaluate", "{run}", "{data}", "--scores", "{data}"], 1, "is a folder; one file is written"),
         (["evaluate", "{run}", "{data}", "--scores", "{data}/a.parquet"], 1, "is one of the input files"),
+        (["evaluate", "{run}", "{data}", "--scores", "{run}/recipe.toml"], 1, "exists, and is no Parquet file"),
+        (["train", "{recipe}", "--set", "data.train=[]"], 1, "data.train: an empty list"),
     ],
 )
 def test_mistakes_are_one_line_with_the_right_exit_code_and_leave_nothing(

@@ -119,6 +119,8 @@ def read_manifest(folder: Path) -> Manifest:
         BundleError: no bundle there, of another format version, or a manifest that contradicts itself.
     """
     path = folder / MANIFEST
+    if path.is_symlink():
+        raise BundleError(f"{path}: is a symbolic link; a bundle holds its files itself.", "Copy the file there.")
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):

@@ -4,8 +4,11 @@ python -m benchmarks.kernels [--chips 7x,v6e,v5p,v5e] [--full] [--plot FILE] [--
 
 Nothing here runs on a TPU and no time but the compiler's is measured. Memory is the compiler's own analysis; bundles
 are counted in its dump; HBM bytes are those of the DMAs that the kernels issue for uniform ids, and for TorchRec's
-dense backward, which is plain XLA, those of its cost analysis. XLA's SparseDenseMatmul custom calls are not here: they
-take ids that jax-tpu-embedding partitions on the host, which is another package's work.
+dense backward, which is plain XLA, those of its cost analysis. XLA's SparseDenseMatmul custom calls ("xla") get their
+ids cut into partitions, sorted and made unique by the host, and step Adagrad with an accumulator per element; their
+bundles and HBM bytes are not counted, as their loops and DMAs are not in any dump that we can read.
+
+`--chips` is a list such as `7x,v6e`; `--full` adds all dims and every MLPerf DLRM-v2 table.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,13 +34,16 @@ KEYS = (
     "least_hbm_bytes",
 )  # fmt: skip
 BATCH = 4096
+OPS = ("embedding_bag", "embedding_update")
 SHAPES = [
     {"num_rows": 1 << 20, "embedding_dim": 128, "num_bags": BATCH, "ids_per_bag": 20},
-    {"num_rows": 4 << 20, "embedding_dim": 64, "num_bags": BATCH, "ids_per_bag": 20},
-    {"num_rows": 40_000_000, "embedding_dim": 16, "num_bags": BATCH, "ids_per_bag": 20},
-    {"num_rows": 1 << 20, "embedding_dim": 128, "num_bags": 26 * BATCH // 16, "ids_per_bag": 1},
+    # 26 one-hot features of one stack, as of Criteo, and the MLPerf DLRM-v2 table of 3,067,956 rows.
+    {"num_rows": 40_000_000, "embedding_dim": 16, "num_bags": 26 * BATCH // 16, "ids_per_bag": 1},
+    {"num_rows": 3_067_956, "embedding_dim": 128, "num_bags": BATCH, "ids_per_bag": 3},
 ]
-DENSE_ROWS = (100_000, 1 << 20, 4 << 20)  # of TorchRec's points in the plot
+PLOT_ROWS = (100_000, 1 << 20, 4 << 20, 40_000_000)
+OTHERS = {"torchrec", "xla"}
+ERROR = re.compile(r"^[\w.]+(Error|Exception|Limit)\b")  # a message may have several lines
 
 
 def main() -> None:
@@ -44,33 +51,64 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--chips", default="7x,v6e,v5p,v5e", help="generations, separated by commas")
     parser.add_argument("--full", action="store_true", help="all dims and the MLPerf DLRM-v2 tables too")
-    parser.add_argument("--plot", type=Path, help="write bytes per step against table rows to this file")
+    parser.add_argument("--plot", type=Path, help="compile for this plot only: bytes per step against table rows")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(compile_one(json.loads(options.worker))))
         return
-    requests = [
-        {"chip": chip, "op": op, "implementation": implementation, "dtype": "float32", **shape}
-        for shape in SHAPES + (full_shapes() if options.full else [])
-        for chip in options.chips.split(",")
-        for implementation in (None, "torchrec")
-        for op in ("embedding_bag", "embedding_update")
-        if fits(chip, shape) and (implementation is None or shape["embedding_dim"] % 16 == 0)
-    ]
-    rows = []
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        for row in pool.map(measured, requests):
-            rows.append(row)
-            print(f"\r{len(rows)} of {len(requests)} programs compiled", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+    chips = options.chips.split(",")
+    rows = measure(plot_requests(chips) if options.plot else requests(chips, options.full))
     if options.plot:
-        plot(options.plot)
+        plot(options.plot, rows)
     if options.json:
         print(json.dumps(rows))
     else:
         print_table(rows)
+
+
+def requests(chips: list[str], full: bool) -> list[dict[str, Any]]:
+    """What a run compiles.
+
+    Args:
+        chips: generations.
+        full: all shapes; otherwise `SHAPES`.
+
+    Returns:
+        Chip, op, implementation (None for what `tpurec` chooses), dtype and shape of each program.
+    """
+    from tpurec.topology.chips import chip
+
+    found = []
+    for shape in SHAPES + (full_shapes() if full else []):
+        for name in (name for name in chips if fits(name, shape)):
+            others = ["torchrec"] if shape["embedding_dim"] % 16 == 0 else []  # it takes no other dim
+            others += ["xla"] if chip(name).sparse_core and (full or shape == SHAPES[0]) else []
+            found += [
+                {"chip": name, "op": op, "implementation": implementation, "dtype": "float32", **shape}
+                for implementation in (None, *others)
+                for op in OPS
+            ]
+    return found
+
+
+def measure(requested: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compile two programs at a time.
+
+    Args:
+        requested: as `requests` makes them.
+
+    Returns:
+        A row of `KEYS` for each; what does not compile has an `error` and nulls.
+    """
+    rows = []
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for row in pool.map(measured, requested):
+            rows.append(row)
+            print(f"\r{len(rows)} of {len(requested)} programs compiled", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return rows
 
 
 def full_shapes() -> list[dict[str, int]]:
@@ -83,7 +121,12 @@ def full_shapes() -> list[dict[str, int]]:
     tables = tomllib.loads((ROOT / "examples/mlperf_dlrm_v2/tables.toml").read_text())["tables"]
     sizes = {(table["num_embeddings"], int(table["features"][0]["ids_per_example"])) for table in tables}
     mlperf = {"embedding_dim": 128, "num_bags": BATCH}
-    return shapes + [{"num_rows": rows, "ids_per_bag": ids, **mlperf} for rows, ids in sorted(sizes)]
+    shapes += [{"num_rows": rows, "ids_per_bag": ids, **mlperf} for rows, ids in sorted(sizes)]
+    shapes += [
+        {"num_rows": rows, "embedding_dim": dim, "num_bags": BATCH, "ids_per_bag": 20}
+        for rows, dim in ((4 << 20, 64), (40_000_000, 16))
+    ]
+    return [shape for shape in shapes if shape not in SHAPES]
 
 
 def fits(name: str, shape: dict[str, int]) -> bool:
@@ -106,7 +149,10 @@ def measured(request: dict[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
     row = dict.fromkeys(KEYS) | {key: request[key] for key in KEYS if key in request}
     if done.returncode:
-        return row | {"error": done.stderr.strip().splitlines()[-1][:300]}
+        lines = done.stderr.strip().splitlines()
+        told = [index for index, line in enumerate(lines) if ERROR.match(line)]
+        told = [line for line in lines[told[-1] if told else -1 :] if not line.startswith(("---", "For simplicity"))]
+        return row | {"error": " ".join(told)[:300]}
     return row | json.loads(done.stdout.splitlines()[-1])
 
 
@@ -115,16 +161,18 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     from tests.kernels.tools.aot import target
 
     device = target(request["chip"])
-    make = _torchrec if request["implementation"] == "torchrec" else _ours
+    make = {"torchrec": _torchrec, "xla": _xla}.get(request["implementation"], _ours)
     function, arguments, donate, implementation, hbm = make(device, request)
     started = time.monotonic()
     compiled = device.compile(function, *arguments, donate=donate)
     seconds = time.monotonic() - started
     memory = compiled.memory_analysis()
-    if hbm is None:
+    dense = implementation == "torchrec" and request["op"] == "embedding_update"
+    if dense or implementation == "plain":
         hbm = int(compiled.cost_analysis()["bytes accessed"])
     core, words = device.chip.sparse_core, request["embedding_dim"]
-    dense = implementation == "torchrec" and request["op"] == "embedding_update"
+    counted = core and not dense and implementation != "xla"
+    vectors = max(words / core.num_lanes, 1) if core else None
     return {
         "implementation": implementation,
         "compile_seconds": round(seconds, 2),
@@ -132,10 +180,8 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         # TorchRec's backward is XLA's own program: it has no loop over rows to compare.
-        "bundles_per_row": _bundles_per_row(request["dump"], max(words / core.num_lanes, 1))
-        if core and not dense
-        else None,
-        "floor_bundles_per_row": max(words / core.num_lanes, 1) if core else None,
+        "bundles_per_row": bundles_per_row(request["dump"], request["op"], vectors) if counted else None,
+        "floor_bundles_per_row": vectors,
         "hbm_bytes": hbm,
         "least_hbm_bytes": _least(request),
     }
@@ -157,9 +203,8 @@ def _least(request: dict[str, Any]) -> int:
 
     ids = _ids(request)
     storage = Storage(request["num_rows"], request["embedding_dim"])
-    least = least_hbm_bytes(
-        storage, RowOptimizer("rowwise_adagrad"), request["num_bags"], len(ids), len(np.unique(ids)), False
-    )
+    rule = RowOptimizer("adagrad" if request["implementation"] == "xla" else "rowwise_adagrad")
+    least = least_hbm_bytes(storage, rule, request["num_bags"], len(ids), len(np.unique(ids)), False)
     return least["lookup" if request["op"] == "embedding_bag" else "update"]
 
 
@@ -229,12 +274,31 @@ def _torchrec_module() -> Any:
     return module
 
 
-def _bundles_per_row(folder: str, vectors: float) -> float | None:
-    """Bundles of the innermost loop that loads most, over the rows it loads in a trip (a power of two of them)."""
+def _xla(device: Any, request: dict[str, Any]) -> tuple:
+    from benchmarks import kernels_xla
+
+    shape = (request["num_rows"], request["embedding_dim"], request["num_bags"], request["ids_per_bag"])
+    return *kernels_xla.program(device, request["op"], *shape), "xla", None
+
+
+def bundles_per_row(folder: str | Path, op: str, vectors: float) -> float | None:
+    """Bundles of the innermost loop that loads rows, over the rows that a trip loads (a power of two of them).
+
+    Args:
+        folder: dumps of one program.
+        op: the update's loop over occurrences keeps its sums in registers and stores nothing, which tells it from the
+            optimizer's loop over rows.
+        vectors: loads of one row.
+
+    Returns:
+        Bundles, or None if no loop loads a row.
+    """
     from tests.kernels.tools.bundles import loops_of
 
     loops = [loop for path in Path(folder).iterdir() for loop in loops_of(path.read_text(errors="replace"))]
     inner = [loop for loop in loops if loop.innermost and loop.operations["load"] >= vectors]
+    if op == "embedding_update":
+        inner = [loop for loop in inner if not loop.operations["store"]]
     if not inner:
         return None
     walk = max(inner, key=lambda loop: loop.operations["load"])
@@ -260,14 +324,15 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         bundles = (
             f"{row['bundles_per_row']:>7} ({row['floor_bundles_per_row']:g})" if row["bundles_per_row"] else " " * 11
         )
+        ratio = f"{row['hbm_bytes'] / row['least_hbm_bytes']:>9.2f}" if row["hbm_bytes"] else ""
         print(
             f"{head} {row['compile_seconds']:>8.1f} {row['alias_bytes'] / 1e6:>10.1f} {row['temp_bytes'] / 1e6:>9.2f} "
-            f"{bundles:>14} {row['hbm_bytes'] / row['least_hbm_bytes']:>9.2f}"
+            f"{bundles:>14} {ratio}".rstrip()
         )
     for chip in dict.fromkeys(row["chip"] for row in rows):
         for name in ("ours", "torchrec"):
             step = [row for row in rows if row["chip"] == chip and _is_first_shape(row) and row["hbm_bytes"]]
-            step = [row for row in step if (row["implementation"] == "torchrec") == (name == "torchrec")]
+            step = [row for row in step if name == _whose(row)]
             if len(step) == 2:
                 ratio = sum(row["hbm_bytes"] for row in step) / sum(row["least_hbm_bytes"] for row in step)
                 print(
@@ -279,30 +344,52 @@ def _is_first_shape(row: dict[str, Any]) -> bool:
     return all(row[key] == value for key, value in SHAPES[0].items())
 
 
-def plot(path: Path) -> None:
-    """Draw the HBM bytes of a step against the rows of the table, for dim 128 on 7x; compiles what it draws.
+def _whose(row: dict[str, Any]) -> str:
+    return row["implementation"] if row["implementation"] in OTHERS else "ours"
+
+
+def plot_requests(chips: list[str]) -> list[dict[str, Any]]:
+    """What the plot needs.
+
+    Args:
+        chips: generations; the first is drawn.
+
+    Returns:
+        Lookup and update of dim 128 for each number of rows, ours and TorchRec's.
+    """
+    shapes = [{"num_rows": rows, "embedding_dim": 128, "num_bags": BATCH, "ids_per_bag": 20} for rows in PLOT_ROWS]
+    return [
+        {"chip": chips[0], "op": op, "implementation": implementation, "dtype": "float32", **shape}
+        for shape in shapes
+        if fits(chips[0], shape)
+        for implementation in (None, "torchrec")
+        for op in OPS
+    ]
+
+
+def plot(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw the HBM bytes of a step against the rows of the table.
 
     Args:
         path: image to write.
+        rows: lookup and update of each number of rows, of one chip; a step of which a part does not compile is left
+            out.
     """
     from tpurec.extras import require
 
     pyplot = require("matplotlib.pyplot", "--plot")
-    lines: dict[str, list[tuple[int, int]]] = {"ours": [], "torchrec": []}
-    for num_rows in (*DENSE_ROWS, 40_000_000):
-        shape = {"num_rows": num_rows, "embedding_dim": 128, "num_bags": BATCH, "ids_per_bag": 20, "dtype": "float32"}
-        for name in lines:
-            both = [
-                measured({"chip": "7x", "op": op, "implementation": None if name == "ours" else name, **shape})
-                for op in ("embedding_bag", "embedding_update")
-            ]
-            if all(row["hbm_bytes"] for row in both):
-                lines[name].append((num_rows, sum(row["hbm_bytes"] for row in both)))
+    lines: dict[str, dict[int, list[int | None]]] = {}
+    for row in rows:
+        lines.setdefault(_whose(row), {}).setdefault(row["num_rows"], []).append(row["hbm_bytes"])
     figure, axes = pyplot.subplots()
-    for name, points in lines.items():
-        axes.loglog(*zip(*points, strict=True), marker="o", label=name)
+    for name, steps in lines.items():
+        points = [(num_rows, sum(both)) for num_rows, both in sorted(steps.items()) if all(both)]
+        if points:
+            axes.loglog(*zip(*points, strict=True), marker="o", label=name)
     axes.set(
-        xlabel="rows of the table", ylabel="HBM bytes per step", title=f"7x, dim 128, {BATCH} bags x 20 uniform ids"
+        xlabel="rows of the table",
+        ylabel="HBM bytes per step",
+        title=f"{rows[0]['chip']}, dim 128, {BATCH} bags x 20 uniform ids",
     )
     axes.legend()
     partial = path.with_name(f".{path.name}.partial{path.suffix}")

@@ -124,7 +124,7 @@ def _one_bag_too_far(original):
     return find_bags
 
 
-# Fault -> (class, method, what replaces it); docs/kernels.md has the list in words.
+# Fault -> (class, method, what replaces it); docs/kernels.md has the list, which test_planted_faults.py compares.
 FAULTS = {
     "rows are not waited for": (sparsecore_stream.OpenStream, "wait_rows", lambda original: lambda self, c: None),
     "ring too short": (sparsecore_stream.OpenStream, "slot", lambda original: lambda self, c: jnp.int32(0)),

@@ -74,9 +74,14 @@ def test_equals_the_specification_without_races(dim, dtype, pooling, weighted, n
     assert not _wrong(dim, dtype, pooling, weighted, num_parts, kinds)
 
 
+# Fault -> (name, what replaces it); docs/kernels.md has the list, which test_planted_faults.py compares.
+FAULTS = {"lines are not waited for": ("_wait", lambda copy: None)}
+
+
 @pytest.mark.interpret
-def test_a_missing_wait_is_caught(monkeypatch):
-    monkeypatch.setattr(kernel, "_wait", lambda copy: None)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault, monkeypatch):
+    monkeypatch.setattr(kernel, *FAULTS[fault])
     assert _wrong(8, "float32", "sum", False, 1, [("a few", "uniform")])
 
 

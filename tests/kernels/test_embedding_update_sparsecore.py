@@ -143,20 +143,20 @@ def _without_factors(original):
     return unique_rows
 
 
-# Fault -> (owner, name, what replaces it); docs/kernels.md has the list in words.
+# Fault -> (owner, name, what replaces it); docs/kernels.md has the list, which test_planted_faults.py compares.
 FAULTS = {
     "optimizer applied per occurrence": (kernel, "unique_rows", _every_occurrence_a_row),
     "weights ignored": (kernel, "unique_rows", _without_factors),
-    "fetched rows are not waited for": (kernel._Blocks, "wait_fetch", lambda original: lambda self, t: None),
-    "written rows are not waited for": (kernel._Blocks, "wait_write", lambda original: lambda self, t: None),
-    "index list ring too short": (kernel, "_INDEX_SLOTS", lambda original: 1),
-    "row list ring too short": (kernel, "_LIST_SLOTS", lambda original: 1),
+    "fetched rows not waited for": (kernel._Blocks, "wait_fetch", lambda original: lambda self, t: None),
+    "written rows not waited for": (kernel._Blocks, "wait_write", lambda original: lambda self, t: None),
+    "ring of index lists too short": (kernel, "_INDEX_SLOTS", lambda original: 1),
+    "ring of row lists too short": (kernel, "_LIST_SLOTS", lambda original: 1),
     "mask of the last lanes forgotten": (
         RowMath,
         "_valid",
         lambda original: lambda self, q: jnp.full((self.lanes,), True),
     ),
-    "sums are not zeroed": (kernel._Gradients, "_zero", lambda original: lambda self: None),
+    "sums not zeroed": (kernel._Gradients, "_zero", lambda original: lambda self: None),
     "no barrier after staging": (kernel.plsc, "subcore_barrier", lambda original: lambda: None),
 }
 
@@ -218,8 +218,9 @@ def test_counted_bytes_are_those_of_the_dmas(gradients, monkeypatch):
     assert most - surplus <= moved[0] <= most
 
 
+# 4,096 bags. Libtpu takes 7 s of CPU to compile a sort of 81,920 ids, so that only one shape has that many.
 SHAPES = {
-    "1M x 128": {"num_rows": 1 << 20, "dim": 128},
+    "1M x 128": {"num_rows": 1 << 20, "dim": 128, "ids_per_bag": 20},
     "4M x 64": {"num_rows": 4 << 20, "dim": 64, "optimizer": "adagrad", "weighted": True},
     "40M x 16": {"num_rows": 40_000_000, "dim": 16},
     "20 GiB": {"num_rows": 40 << 20, "dim": 128},
@@ -233,19 +234,22 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chip", SPARSE_CHIPS)
 def test_compiles_in_place_without_table_sized_memory(chip, shape):
-    """Alias bytes are table and state. Temporaries: at most 4 MB, 12 x the ids' bytes, and the gradients once more.
+    """Alias bytes are table and state. Temporaries: at most 4 MB, 12 x the ids' bytes, and the gradients laid out anew.
 
-    The gradients count where dim is not 128: the kernel reads them linear, XLA has them tiled in 128 lanes.
+    That is where dim is not 128: the kernel reads them linear, XLA has them tiled in 128 lanes. The linear copy counts,
+    and where dim is no multiple of 128 one in whole tiles, through which v5p's goes: 4,096 bags of 288 columns take
+    11.6 MB there, 4,096 x (288 + 384) x 4 bytes and 0.6 MB, and 2,048 bags half of that.
     """
     device = target(chip)
-    arguments = {"num_bags": 4096, "ids_per_bag": 20} | SHAPES[shape]
+    arguments = {"num_bags": 4096, "ids_per_bag": 1} | SHAPES[shape]
     function, inputs, donate = update_program(device, **arguments)
     memory = device.memory(function, *inputs, donate=donate)
     storage = Storage(arguments["num_rows"], arguments["dim"], arguments.get("dtype", "float32"))
     rule = RowOptimizer(arguments.get("optimizer", "rowwise_adagrad"))
     assert memory.alias_bytes == storage.num_bytes + rule.state_bytes(storage)
-    retiled = 0 if arguments["dim"] == 128 else 4096 * -(-arguments["dim"] // 128) * 128 * 4
-    assert memory.temp_bytes <= 4e6 + 12 * 4096 * 20 * 4 + retiled
+    dim, tiled = arguments["dim"], -(-arguments["dim"] // 128) * 128
+    retiled = 0 if dim == 128 else 4096 * 4 * (dim if dim == tiled else dim + tiled)
+    assert memory.temp_bytes <= 4e6 + 12 * 4096 * arguments["ids_per_bag"] * 4 + retiled
     assert memory.peak_bytes < device.chip.usable_hbm_bytes
 
 
@@ -254,14 +258,13 @@ def test_compiles_in_place_without_table_sized_memory(chip, shape):
 def test_temporaries_do_not_grow_with_the_table(chip):
     sizes = set()
     for num_rows in (1_000_000, 10_000_000):
-        function, inputs, donate = update_program(target(chip), num_rows=num_rows, dim=64, num_bags=1000, ids_per_bag=7)
+        function, inputs, donate = update_program(target(chip), num_rows=num_rows, dim=64, num_bags=1000, ids_per_bag=1)
         sizes.add(target(chip).memory(function, *inputs, donate=donate).temp_bytes)
     assert len(sizes) == 1
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("chip", SPARSE_CHIPS)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("chip", "weighted"), [("v5p", False), ("v6e", False), ("7x", False), ("v5p", True)])
 def test_sort_bytes_are_what_the_compiler_counts(chip, weighted):
     """The sort is a program of XLA's own, so its cost analysis counts (that of SparseCore kernels does not)."""
     device, num_ids, num_bags = target(chip), 4096 * 20, 4096
@@ -295,10 +298,14 @@ def test_lookup_and_update_move_at_most_1_3_times_the_least(generation):
 @pytest.mark.compile
 @pytest.mark.parametrize(("chip", "most"), [("7x", 9.8), ("v6e", 17.3), ("v5p", 17.3)])
 def test_bundles_per_occurrence(chip, most):
-    """The innermost loop that adds up gradients, dim 128 float32, four occurrences a trip."""
-    shape = {"num_rows": 1 << 20, "dim": 128, "num_bags": 4096, "ids_per_bag": 20}
-    (loops,) = bundles.count("tests.kernels.tools.programs:update", chip, **shape).values()
+    """The innermost loop that adds up gradients, dim 128 float32, four occurrences a trip; it stores nothing.
+
+    XLA may put gathers of the sort's program on a SparseCore, too, as programs of their own.
+    """
+    shape = {"num_rows": 1 << 20, "dim": 128, "num_bags": 4096, "ids_per_bag": 1}
+    programs = bundles.count("tests.kernels.tools.programs:update", chip, **shape).values()
     vectors = 128 // target(chip).chip.sparse_core.num_lanes
-    unrolled = [loop for loop in loops if loop.innermost and 4 * vectors <= loop.operations["load"] < 5 * vectors]
+    adding = [loop for loops in programs for loop in loops if loop.innermost and not loop.operations["store"]]
+    unrolled = [loop for loop in adding if 4 * vectors <= loop.operations["load"] < 5 * vectors]
     assert unrolled
     assert min(loop.bundles for loop in unrolled) / 4 <= most

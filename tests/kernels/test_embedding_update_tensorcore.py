@@ -73,6 +73,7 @@ def test_equals_the_specification_without_races(number):
     assert not _wrong(kinds, **PROGRAMS[number])
 
 
+# docs/kernels.md has the list, which test_planted_faults.py compares.
 FAULTS = {
     "optimizer applied per occurrence": (
         kernel,
@@ -84,9 +85,9 @@ FAULTS = {
         "sorted_occurrences",
         lambda original: lambda *arguments: original(*arguments)._replace(factors_N=None),
     ),
-    "groups are not waited for": (kernel._Window, "wait", lambda original: lambda self, count: None),
+    "groups not waited for": (kernel._Window, "wait", lambda original: lambda self, count: None),
     "mask covers the whole line": (kernel, "_mine", lambda original: lambda line, first, groups, lane: lane >= 0),
-    "places one row too far": (
+    "gradient placed one row too far": (
         kernel,
         "_place",
         lambda original: lambda total, half, first, groups, lane: original(total, half, first + 8, groups, lane),
@@ -107,8 +108,9 @@ def test_planted_faults_are_caught(fault, monkeypatch):
     assert bool(wrong) == bool(fault)
 
 
+# 4,096 bags. Libtpu takes 7 s of CPU to compile a sort of 81,920 ids, so that only one shape has that many.
 SHAPES = {
-    "1M x 128": {"num_rows": 1 << 20, "dim": 128},
+    "1M x 128": {"num_rows": 1 << 20, "dim": 128, "ids_per_bag": 20},
     "4M x 64": {"num_rows": 4 << 20, "dim": 64, "optimizer": "adagrad", "weighted": True},
     "40M x 16": {"num_rows": 40_000_000, "dim": 16},
     "14 GiB": {"num_rows": 28 << 20, "dim": 128},
@@ -122,13 +124,15 @@ SHAPES = {
 def test_compiles_in_place_within_v5e(shape):
     """Alias bytes are table and state; temporaries: 4 MB, 12 x the ids' bytes, and the gradients in whole lines."""
     device = target("v5e")
-    arguments = {"num_bags": 4096, "ids_per_bag": 20} | SHAPES[shape]
+    arguments = {"num_bags": 4096, "ids_per_bag": 1} | SHAPES[shape]
     function, inputs, donate = update_program(device, **arguments)
     memory = device.memory(function, *inputs, donate=donate)
     storage = Storage(arguments["num_rows"], arguments["dim"], arguments.get("dtype", "float32"))
     rule = RowOptimizer(arguments.get("optimizer", "rowwise_adagrad"))
     assert memory.alias_bytes == storage.num_bytes + rule.state_bytes(storage)
-    assert memory.temp_bytes <= 4e6 + 12 * 4096 * 20 * 4 + 4096 * kernel._gradient_words(storage) * 4
+    assert (
+        memory.temp_bytes <= 4e6 + 12 * 4096 * arguments["ids_per_bag"] * 4 + 4096 * kernel._gradient_words(storage) * 4
+    )
     assert memory.peak_bytes < device.chip.usable_hbm_bytes
 
 

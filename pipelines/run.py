@@ -99,7 +99,7 @@ class Run:
         """
         if not self.result_file.exists():
             return None
-        return json.loads(self.result_file.read_text(encoding="utf-8"))
+        return _read_json(self.result_file)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -164,7 +164,7 @@ class Run:
         self.check_recipe(recipe)
         data = {"train": _describe(train), "test": None if test is None else _describe(test)}
         if self.data_file.exists():
-            before = json.loads(self.data_file.read_text(encoding="utf-8"))
+            before = _read_json(self.data_file)
             for part in data:
                 if before[part] != data[part]:
                     raise TpurecError(
@@ -191,7 +191,7 @@ class Run:
         Returns:
             Fingerprints of schema, training and test data.
         """
-        data = json.loads(self.data_file.read_text(encoding="utf-8"))
+        data = _read_json(self.data_file)
         parts = {part: entry and entry["fingerprint"] for part, entry in data.items()}
         return {"schema": Schema.load(self.schema_file).fingerprint(), **parts}
 
@@ -278,6 +278,14 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or not JSON
+        remedy = "Remove it; `tpurec train` with the same --out writes it again from the last checkpoint."
+        raise TpurecError(f"{path}: damaged: {error}.", remedy) from None
 
 
 def _unfinished_start(names: list[str]) -> bool:

@@ -195,3 +195,21 @@ def test_more_features_than_needed_in_any_order_are_accepted():
     expected = fused(to_torch(batch).features).values()
     more = PackedBatch(batch.dense, batch.labels, batch.valid, {"x": packed_feature(9), **batch.sparse}, BATCH_SIZE)
     assert torch.equal(fused(to_torch(more, keys=["x", "f2", "f3", "f1"]).features).values(), expected)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "expected", "gradient"),
+    [
+        ([1, 3], 3, [[5, 0, 0], [3, 7, 1]], [1, 1, 1, 1]),
+        ([1, 3], 2, [[5, 0], [3, 7]], [1, 1, 1, 0]),
+        ([0, 0], 2, [[0, 0], [0, 0]], []),
+    ],
+)
+def test_a_jagged_feature_is_padded_and_a_cut_item_gets_no_gradient(lengths, longest, expected, gradient):
+    """Case 04, by TorchRec's own JaggedTensor, which a model that pads its features uses."""
+    values = torch.tensor([5.0, 3.0, 7.0, 1.0][: sum(lengths)], requires_grad=True)
+    feature = kjt(values, torch.tensor(lengths), keys=("f1",)).to_dict()["f1"]
+    padded = feature.to_padded_dense(desired_length=longest)
+    assert padded.tolist() == expected
+    padded.sum().backward()
+    assert values.grad.tolist() == gradient

@@ -287,6 +287,15 @@ def test_a_file_that_is_damaged_behind_its_footer_is_named(recipe_file, clicks, 
         train(Run(tmp_path / "run"), read_recipe(recipe_file, [f"data.train={file}"]))
 
 
+@pytest.mark.parametrize("name", ["result.json", "data.json"])
+def test_a_damaged_record_of_a_run_is_named_with_the_way_out(tmp_path, name):
+    (tmp_path / name).write_text('{"auc": ')
+    run = Run(tmp_path)
+    with pytest.raises(TpurecError, match=rf"{name}: damaged") as caught:
+        run.result() if name == "result.json" else run.fingerprints()
+    assert "Remove it" in caught.value.remedy
+
+
 def test_a_damaged_checkpoint_is_named_when_resuming(recipe_file, tmp_path):
     run = Run(tmp_path / "run")
     with pytest.raises(Killed):

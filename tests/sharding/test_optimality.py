@@ -5,13 +5,16 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from benchmarks.planner_problems import mixed_tables
 from tests.sharding.problems import random_tables
 from tpurec.sharding import bound as bound_module
 from tpurec.sharding import search as search_module
 from tpurec.sharding.assumptions import Assumptions
+from tpurec.sharding.balance import balance
 from tpurec.sharding.bound import lower_bound
+from tpurec.sharding.packing import Packer
 from tpurec.sharding.planner import make_space, plan
-from tpurec.sharding.space import Placement
+from tpurec.sharding.space import Placement, State
 from tpurec.topology.slices import SliceTopology
 
 SLICES = ("cpu-2", "cpu-3", "v6e-4", "v5p-8", "v6e-8")
@@ -108,7 +111,7 @@ def test_200_small_problems_by_heuristic_against_brute_force(monkeypatch):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("mixed_items", [64, 0])
 def test_bounds_of_the_linear_programs_are_below_the_optimum(seed, mixed_items, monkeypatch):
-    monkeypatch.setattr(bound_module, "_MIXED_ITEMS", mixed_items)  # 0: cases are told apart
+    monkeypatch.setattr(bound_module, "_MIXED_ITEMS", mixed_items)  # 0: boxes are told apart
     monkeypatch.setattr(bound_module, "_LOOSE", 1.0)
     monkeypatch.setattr(bound_module, "_CLOSE", 1.0)
     tables, slice_, batch, assumptions = small_problem(seed)
@@ -121,7 +124,7 @@ def test_bounds_of_the_linear_programs_are_below_the_optimum(seed, mixed_items, 
             assert 0 < bound.seconds <= optimum * (1 + 1e-9)
 
 
-def test_telling_cases_apart_tightens_the_bound(monkeypatch):
+def test_telling_boxes_apart_tightens_the_bound(monkeypatch):
     tables, slice_, batch, assumptions = small_problem(7)
     space = make_space(tables, slice_, batch, assumptions)
     optimum = plan(tables, slice_, batch, assumptions).estimates.step_seconds
@@ -130,6 +133,30 @@ def test_telling_cases_apart_tightens_the_bound(monkeypatch):
     monkeypatch.setattr(bound_module, "_LOOSE", 1.0)
     monkeypatch.setattr(bound_module, "_CLOSE", 1.0)
     monkeypatch.setattr(bound_module, "_MIXED_ITEMS", 0)
-    cases = lower_bound(space, optimum, space.model.capacity_bytes)
-    assert plain.kind == "linear program" and cases.kind == "linear programs by cases"
-    assert plain.seconds < cases.seconds <= optimum * (1 + 1e-9)
+    boxes = lower_bound(space, optimum, space.model.capacity_bytes)
+    assert plain.kind == "linear program" and boxes.kind == "boxes"
+    assert plain.seconds < boxes.seconds <= optimum * (1 + 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("num_bytes", "most"), [(16e9, 1.10), (2e12, 1.16)])
+def test_1000_tables_on_1024_ranks_are_close_to_the_bound(num_bytes, most):
+    found = plan(mixed_tables(1000, num_bytes), "v5p-2048", 65_536).estimates
+    assert found.lower_bound_kind == "boxes"
+    assert found.step_seconds <= most * found.lower_bound_seconds
+
+
+@pytest.mark.parametrize("power", [16, 64])
+def test_balancing_keeps_choices_and_evens_ranks(power):
+    tables = mixed_tables(60, 2e10)
+    space = make_space(tables, SliceTopology.parse("v6e-64"), 65_536, Assumptions())
+    packer, state = Packer(space, 0.0, lambda: False), State(space)
+    for number, item in enumerate(space.items):  # the worst start: every table whole on rank 0
+        whole = next(n for n, choice in enumerate(item.choices) if choice.sharding == "table_wise")
+        state.put(number, whole, np.zeros(1, dtype=np.int64))
+    after = balance(state, packer.price, power, 4000, lambda: False)
+    assert after.choice == state.choice
+    assert all(len(set(ranks.tolist())) == len(ranks) for ranks in after.ranks)
+    assert after.cost().seconds < 0.7 * state.cost().seconds
+    assert np.allclose(after.load.sum(axis=0), state.load.sum(axis=0))

@@ -12,25 +12,23 @@ its optimum cannot exceed the cost of any placement. Choices that alone are slow
 faster one and are left out.
 
 The program is tightened where a plan is far above it. With few items x is kept whole (HiGHS branch and bound, whose
-dual bound is valid wherever it stops). With more, cases are told apart: either no lump of some column exceeds a
-threshold, or one does and the column's maximum with it; and either few ids share the exchange, or many. The smallest
-bound of all cases is the bound.
+dual bound is valid wherever it stops). With more, boxes of placements are told apart (`tpurec/sharding/boxes.py`).
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from tpurec.sharding.boxes import Boxes
 from tpurec.sharding.space import NUM_PARTS, Space
 
+_BOXED = 200_000  # items x ranks above which boxes come first: the linear program is slow and rarely good enough
+_BOXES = 700  # to tell apart at most
 _MIXED_ITEMS = 64  # up to this many items x is kept whole
-# Limits in programs and nodes, not in seconds, so that the bound is the same on every machine.
+# Limits in nodes and boxes, not in seconds, so that the bound is the same on every machine.
 _MIXED_NODES = 20
-_PROGRAM_ITEMS = 3_000  # items x programs in all when cases are told apart
-_MOST_PROGRAMS = 16
 _LOOSE = 1.08  # how far a plan may be above a plain linear program before more is tried
 _CLOSE = 1.02  # how near the bound is near enough
 
@@ -41,7 +39,7 @@ class Bound:
 
     Args:
         seconds: no placement that fits is faster.
-        kind: `linear program`, `linear programs by cases` or `mixed program`.
+        kind: `linear program`, `mixed program` or `boxes`.
     """
 
     seconds: float
@@ -59,14 +57,15 @@ def lower_bound(space: Space, known_seconds: float, capacity_bytes: float) -> Bo
     Returns:
         The bound, at most `known_seconds`.
     """
+    if len(space.items) * space.model.num_ranks > _BOXED:
+        return _by_boxes(space, known_seconds, capacity_bytes, 0.0)
     root = _solve(_Program(space, known_seconds, capacity_bytes, _Case.of(space)))
     if known_seconds <= _LOOSE * root.seconds:
         return Bound(min(root.seconds, known_seconds), "linear program")
     if len(space.items) <= _MIXED_ITEMS:
         mixed = _solve(_Program(space, known_seconds, capacity_bytes, _Case.of(space)), whole=True)
         return Bound(min(max(mixed.seconds, root.seconds), known_seconds), "mixed program")
-    seconds = _by_cases(space, known_seconds, capacity_bytes, root)
-    return Bound(min(seconds, known_seconds), "linear programs by cases")
+    return _by_boxes(space, known_seconds, capacity_bytes, root.seconds)
 
 
 def fractional_choices(space: Space, known_seconds: float) -> list[int] | None:
@@ -107,13 +106,6 @@ class _Case:
         pairs = sum(max(choice.pair_ids for choice in item.choices) for item in space.items)
         return cls((float("inf"),) * space.num_columns, (0.0,) * space.num_columns, (0.0, pairs))
 
-    def with_column(self, column: int, threshold: float) -> tuple[_Case, _Case]:
-        """No lump of the column reaches the threshold; or one does."""
-        below, above = list(self.most), list(self.least)
-        below[column] = threshold * (1 - 1e-9)
-        above[column] = max(threshold, self.least[column])
-        return replace(self, most=tuple(below)), replace(self, least=tuple(above))
-
 
 @dataclass(frozen=True)
 class _Answer:
@@ -153,52 +145,12 @@ def _solve(program: _Program, whole: bool = False) -> _Answer:
     return _Answer(seconds, answer.x[:first], program, even, tops)
 
 
-def _by_cases(space: Space, known: float, capacity: float, root: _Answer) -> float:
-    """Split the case with the smallest bound until programs run out; return the smallest bound."""
-    order = 0
-    queue = [(root.seconds, order, root)]
-    left = min(_MOST_PROGRAMS, max(2, _PROGRAM_ITEMS // len(space.items)))
-    while left >= 2 and known > _CLOSE * queue[0][0]:
-        seconds, _, worst = heapq.heappop(queue)
-        cases = _split(space, worst)
-        if cases is None:
-            heapq.heappush(queue, (seconds, 0, worst))
+def _by_boxes(space: Space, known: float, capacity: float, proven: float) -> Bound:
+    for node in Boxes(space, known, capacity).explore(_BOXES):
+        proven = max(proven, node.seconds)
+        if known <= _CLOSE * proven:
             break
-        for case in cases:
-            answer = _solve(_Program(space, known, capacity, case))
-            order += 1
-            heapq.heappush(queue, (max(seconds, answer.seconds), order, answer))
-        left -= 2
-    return queue[0][0]
-
-
-def _split(space: Space, answer: _Answer) -> tuple[_Case, _Case] | None:
-    """Tell cases apart where the program cheats most: by shares of too large lumps, or by too little padding."""
-    if answer.shares is None or answer.even is None or answer.tops is None:
-        return None
-    program, shares = answer.program, answer.shares
-    case = program.case
-    best, cases = 1e-3 * program.known_seconds, None
-    for column in range(NUM_PARTS):
-        lumps = program.lump[:, column] * program.scale[column]
-        room = answer.tops[column] - answer.even[column]
-        large = np.flatnonzero((lumps > room * (1 + 1e-6)) & (shares > 1e-6))
-        if not len(large):
-            continue
-        order = large[np.argsort(lumps[large], kind="stable")]
-        weight = np.cumsum(shares[order])
-        threshold = float(lumps[order[np.searchsorted(weight, weight[-1] / 2)]])
-        gain = min(float(threshold - room), float(shares[large] @ (lumps[large] - room)))
-        if gain > best:
-            best, cases = gain, case.with_column(column, threshold)
-    pairs = float(shares @ program.pairs)
-    low, high = case.pairs
-    missing = space.padding(pairs) / space.padding(high) - 1 if 0 < pairs < high else 0.0
-    padded = float(shares @ program.padded) * space.padding(high)
-    if missing * padded > best:
-        middle = (pairs + high) / 2
-        cases = replace(case, pairs=(low, middle)), replace(case, pairs=(middle, high))
-    return cases
+    return Bound(min(proven, known), "boxes")
 
 
 class _Program:

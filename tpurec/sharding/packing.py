@@ -14,8 +14,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tpurec.sharding.balance import balance
 from tpurec.sharding.bound import fractional_choices
-from tpurec.sharding.costs import LATENCY_FLAGS
+from tpurec.sharding.boxes import Boxes
+from tpurec.sharding.costs import GROUP_PARTS, LATENCY_FLAGS, PARTS
 from tpurec.sharding.space import NUM_PARTS, Item, Placement, Space, State
 
 _ENOUGH = 1e-9  # relative gain below which a move is noise
@@ -23,6 +25,12 @@ _POWERS = (16,)  # powers of two: computed by squaring
 _IMPROVE_ALL = 300  # items x ranks up to which every start is improved
 _RELIEVE = 60_000  # items x ranks up to which uneven columns are relieved
 _RELIEF_ROUNDS = 12
+_BALANCE_POWERS = (16, 64)
+_MOST_MOVES = 4000
+_BOXED = 200_000  # items x ranks above which choices come from boxes, and loads are evened shard by shard
+_BOXES = 400
+_BOX_STARTS = 6
+_UNEVENNESS = 1.12  # of ranks, that many tables on many ranks leave
 _NO_RANKS = np.zeros(0, dtype=np.int64)
 
 
@@ -69,11 +77,31 @@ class Packer:
         items = self.space.items
         chosen = [item.choices[pick] for item, pick in zip(items, picks, strict=True)]
         weight = [float(self.price @ choice.lump) for choice in chosen]
+        for position, choice in enumerate(chosen):
+            if choice.group:  # sums inside groups come in few sizes, powers of two: large before small packs them best
+                weight[position] += 1e3 * float(choice.lump[PARTS.index(GROUP_PARTS[choice.group])])
         order = sorted(range(len(picks)), key=lambda i: (chosen[i].group is None, -weight[i], i))
-        board = _Board(self, State(self.space), power)
+        board, grouped = _Board(self, State(self.space), power), True
         for item in order:
+            if grouped and chosen[item].group is None:  # shards fill what the groups leave, so those are evened first
+                grouped, board = False, _Board(self, self.balance(board.state), power)
             board.put(item, picks[item], board.best_ranks(item, picks[item]))
-        return board.state
+        return self.balance(board.state)
+
+    def balance(self, state: State) -> State:
+        """Even the loads with the choices as they are; only where there are many of them and many ranks.
+
+        Args:
+            state: some or all items placed.
+
+        Returns:
+            A state with the same choices.
+        """
+        if len(self.space.items) * self.space.model.num_ranks <= _BOXED:
+            return state
+        for power in _BALANCE_POWERS:
+            state = balance(state, self.price, power, _MOST_MOVES, self.out_of_time)
+        return state
 
     def picks(self, largest_lump: float) -> list[int]:
         """Per item the choice with the least mean load whose lump is not too large.
@@ -151,22 +179,35 @@ class Packer:
         smallest = self.construct(self.picks(0.0))
         starts = {tuple(smallest.choice): smallest}
         high = max(float(self.price @ choice.lump) for item in self.space.items for choice in item.choices) + 1e-12
-        program = fractional_choices(self.space, self.value(smallest))
-        wanted = [] if program is None else [program]
-        wanted += [self.picks(float(limit)) for limit in np.geomspace(high / 1e3, high, limits)]
+        size = len(self.space.items) * self.space.model.num_ranks
+        program: list[int] | None = None
+        if size > _BOXED:
+            wanted = self._from_boxes(self.value(smallest))
+        else:
+            program = fractional_choices(self.space, self.value(smallest))
+            wanted = [] if program is None else [program]
+            wanted += [self.picks(float(limit)) for limit in np.geomspace(high / 1e3, high, limits)]
         wanted += self._without_exchange()
         for picks in wanted:
             if tuple(picks) not in starts and not self.out_of_time():
                 starts[tuple(picks)] = self.construct(picks)
-        if len(self.space.items) * self.space.model.num_ranks > _IMPROVE_ALL:
+        if size > _IMPROVE_ALL:
             best_made = min(starts.values(), key=self.value)
             by_program = smallest if program is None else starts.get(tuple(program), smallest)
             chosen = {id(state): state for state in (smallest, by_program, best_made)}
         else:
             chosen = {id(state): state for state in starts.values()}
-        best = min((self.improve(state) for state in chosen.values()), key=self.value)
+        powers, sweeps = ((64,), 2) if size > _BOXED else (_POWERS, 6)  # balanced starts need less
+        best = min((self.improve(state, powers, sweeps) for state in chosen.values()), key=self.value)
         small = len(self.space.items) * self.space.model.num_ranks <= _RELIEVE
         return (self._relieve(best) if small else best).placement()
+
+    def _from_boxes(self, known_seconds: float) -> list[list[int]]:
+        """Choices of boxes with small bounds, from the first ones to the last, memory not counted."""
+        boxes = Boxes(self.space, known_seconds, float("inf"), _UNEVENNESS)
+        nodes = [node for node in boxes.explore(_BOXES) if node.seconds < known_seconds]
+        step = max(1, len(nodes) // _BOX_STARTS)
+        return [boxes.picks(node) for node in nodes[::-1][::step][:_BOX_STARTS]]
 
     def _relieve(self, state: State, rounds: int = _RELIEF_ROUNDS) -> State:
         """Take large lumps out of unevenly loaded columns, all at once: one by one none of them would help.

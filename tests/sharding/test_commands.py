@@ -214,6 +214,11 @@ def test_a_factory_that_makes_no_model_is_named():
         read_source("os:getcwd")
 
 
+def test_what_a_factory_raises_is_named_as_the_factorys():
+    with pytest.raises(ConfigError, match=r"os:chdir: calling it raised TypeError"):
+        read_source("os:chdir")
+
+
 def test_plan_diff_says_what_moves(run, tables, tmp_path, capsys):
     for name, slice_ in (("a", "v6e-4"), ("b", "v6e-8")):
         assert run(tables, "--slice", slice_, "--out", tmp_path / f"{name}.json")[0] == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from tpurec.embeddings.fuse import fused_collections
 from tpurec.errors import ConfigError
 from tpurec.features.schema import Schema
 from tpurec.models.config import ModelConfig, TablesConfig
+from tpurec.models.factory import load_factory
 from tpurec.models.tables import TableSpec, table_specs
 
 # TorchRec asks torch.fx whether it is tracing, in a way that torch 2.13 logs a warning about; users can do nothing.
@@ -144,14 +144,7 @@ _BUILDERS: dict[str, Callable[[ModelConfig, FusedEmbeddingBagCollection, int, in
 def _from_factory(
     model: ModelConfig, specs: list[TableSpec], schema: Schema, optimizer: EmbeddingOptimizer
 ) -> nn.Module:
-    module_name, _, factory_name = model.name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model.name = {model.name!r}: {error}.",
-            "Write module:factory; the module must be importable from where tpurec runs.",
-        ) from error
+    factory = load_factory(model.name, f"model.name = {model.name!r}")
     try:
         built = factory(embedding_bag_configs(specs), schema, **(model.options or {}))
     except TypeError as error:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tpurec.config import apply_overrides, from_mapping, read_toml
 from tpurec.errors import ConfigError
+from tpurec.models.factory import load_factory
 from tpurec.sharding.assumptions import Assumptions
 from tpurec.sharding.measure import measure
 from tpurec.sharding.tables import FeatureSpec, TableList, TableSpec, from_table_mapping, read_tables
 
 RECIPE_SECTIONS = {"model", "data", "tables", "train", "device", "sharding", "checkpoint", "export"}
-_OPTIMIZERS = {"row_wise_adagrad": "rowwise_adagrad"}  # a recipe's spelling -> the planner's
 
 
 def read_source(
@@ -94,7 +92,7 @@ def _from_recipe(path: Path, overrides: list[str]) -> TableList:
             features=tuple(FeatureSpec(name, weighted=name in weighted) for name in spec.features),
             dtype=spec.dtype,
             pooling=spec.pooling,
-            optimizer=_OPTIMIZERS.get(spec.optimizer, spec.optimizer),
+            optimizer=spec.optimizer,
         )
         for spec in specs
     )
@@ -147,16 +145,14 @@ def _from_model(source: str) -> TableList:
     from torch import nn
     from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 
-    module_name, _, factory_name = source.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: the user's own module lies in the current folder
+    factory = load_factory(source, source)
     try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
-    except (ImportError, AttributeError) as error:
+        model = factory() if callable(factory) else factory
+    except Exception as error:  # the user's code may raise anything
         raise ConfigError(
-            f"{source}: {error}.", "Write module:factory; the module must be importable from here."
+            f"{source}: calling it raised {type(error).__name__}: {error}.",
+            "It is called without arguments; `tpurec --traceback plan ...` shows where.",
         ) from error
-    model = factory() if callable(factory) else factory
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{source}: gives a {type(model).__name__}, not a torch module.", "Return the whole model.")
     configs: dict[str, tuple[BaseEmbeddingConfig, bool, str]] = {}

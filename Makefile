@@ -12,6 +12,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml packaging/constraints.txt packaging/fbgemm-gpu-stub/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'Installing into $(VENV): 3.4 GB, several minutes and no output until it is done.'
 	$(BIN)/pip install --quiet $(PACKAGES)
 	$(BIN)/pip check
 	touch $@

@@ -26,7 +26,7 @@ def random_tables(rng: np.random.Generator, count: int, largest: float = 3e7) ->
                 int(np.exp(rng.uniform(np.log(50), np.log(largest)))),
                 int(rng.choice([8, 16, 32, 64, 128])),
                 float(rng.choice([0.5, 1.0, 1.0, 3.0, 20.0])),
-                optimizer=str(rng.choice(["rowwise_adagrad", "adagrad", "sgd", "adam"])),
+                optimizer=str(rng.choice(["row_wise_adagrad", "adagrad", "sgd", "adam"])),
                 dtype=str(rng.choice(["float32", "float32", "bfloat16"])),
             )
         )

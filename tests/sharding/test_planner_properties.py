@@ -20,7 +20,7 @@ one_table = st.tuples(
     rows,
     st.sampled_from([4, 8, 24, 64, 128]),
     st.sampled_from([0.0, 0.7, 1.0, 4.0, 60.0]),
-    st.sampled_from(["sgd", "rowwise_adagrad", "adagrad", "adam", "partial_rowwise_adam"]),
+    st.sampled_from(["sgd", "row_wise_adagrad", "adagrad", "adam", "partial_rowwise_adam"]),
     st.sampled_from(["float32", "bfloat16"]),
     st.sampled_from(["sum", "mean", "none"]),
 )

@@ -16,17 +16,17 @@ def test_another_optimizer_and_bfloat16_are_named_where_they_help():
     spec = table("t", 40_000_000, 128, optimizer="adam")  # 61 GB; 20 GB with one float a row, 10 GB in bfloat16
     answer = plan([spec], "v6e-1", 1024)
     assert actions(answer) == [
-        "table 't': rowwise_adagrad in place of adam",
+        "table 't': row_wise_adagrad in place of adam",
         "use v6e-4 (4 chips instead of 1)",
     ]
-    lighter = plan([dataclasses.replace(spec, optimizer="rowwise_adagrad")], "v6e-1", 1024)
+    lighter = plan([dataclasses.replace(spec, optimizer="row_wise_adagrad")], "v6e-1", 1024)
     assert lighter.fits and lighter.estimates.hbm_bytes_max == answer.problems[0].remedies[0]["hbm_bytes_max"]
 
 
 def test_changes_are_combined_only_if_none_helps_alone():
     spec = table("t", 80_000_000, 128, optimizer="adam")  # 41 GB even without state: both changes are needed
     found = actions(plan([spec], "v6e-1", 1024))
-    assert found[0] == "together, for all tables: every sharding, rowwise_adagrad, bfloat16 weights"
+    assert found[0] == "together, for all tables: every sharding, row_wise_adagrad, bfloat16 weights"
     assert found[1:] == ["use v6e-4 (4 chips instead of 1)"]
 
 

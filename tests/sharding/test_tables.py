@@ -16,7 +16,12 @@ def test_the_mlperf_list_is_the_canonical_one():
     assert len(tables) == 26 and {t.embedding_dim for t in tables} == {128}
     assert sum(t.num_embeddings for t in tables) == 204_184_588
     assert sum(t.ids_per_example for t in tables) == 214  # as its multi_hot_sizes add up
-    assert {(t.dtype, t.optimizer) for t in tables} == {("float32", "rowwise_adagrad")}
+    assert {(t.dtype, t.optimizer) for t in tables} == {("float32", "row_wise_adagrad")}
+
+
+def test_torchrecs_spelling_of_the_optimizer_is_an_alias():
+    written = table("a", 1000, 64, optimizer="rowwise_adagrad")
+    assert written == table("a", 1000, 64, optimizer="row_wise_adagrad") and written.optimizer == "row_wise_adagrad"
 
 
 def test_toml_and_json_read_alike(tmp_path):
@@ -35,11 +40,11 @@ def test_toml_and_json_read_alike(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_embeddings": 0}, ["'user'", "num_embeddings = 0", "1 or more"]),
+        ({"num_embeddings": 0}, ["'user'", "num_embeddings = 0", "1 to 2^53 - 1"]),
         ({"embedding_dim": -4}, ["'user'", "embedding_dim = -4"]),
         ({"num_embeddings": "many"}, ["(user)", "num_embeddings", "'many'"]),
         ({"dtype": "int4"}, ["'user'", "dtype = 'int4'", "float32, bfloat16, float16"]),
-        ({"optimizer": "lion"}, ["'user'", "optimizer = 'lion'", "rowwise_adagrad"]),
+        ({"optimizer": "lion"}, ["'user'", "optimizer = 'lion'", "row_wise_adagrad"]),
         ({"pooling": "max"}, ["'user'", "pooling = 'max'", "sum, mean, none"]),
         ({"num_embedings": 3}, ["unknown key 'num_embedings'", "num_embeddings"]),
         ({"features": []}, ["'user'", "features", "at least one"]),

@@ -82,7 +82,7 @@ def _changes(tables: list[TableSpec], name: str) -> Iterator[tuple[str, list[Tab
     """Ways to change the tables, the least intrusive first; those that change nothing are left out."""
     steps: list[tuple[str, str, Callable[[TableSpec], TableSpec]]] = [
         ("allow every sharding", "sharding", _freed),
-        ("rowwise_adagrad in place of {}", "optimizer", _light_state),
+        ("row_wise_adagrad in place of {}", "optimizer", _light_state),
         ("bfloat16 weights", "dtype", _half),
     ]
     for text, _, change in steps:
@@ -95,7 +95,7 @@ def _changes(tables: list[TableSpec], name: str) -> Iterator[tuple[str, list[Tab
             yield f"all tables: {text.format('their optimizers')}", everything
     together = [_half(_light_state(_freed(entry))) for entry in tables]
     if together != tables:
-        yield "together, for all tables: every sharding, rowwise_adagrad, bfloat16 weights", together
+        yield "together, for all tables: every sharding, row_wise_adagrad, bfloat16 weights", together
 
 
 def _freed(table: TableSpec) -> TableSpec:
@@ -104,7 +104,7 @@ def _freed(table: TableSpec) -> TableSpec:
 
 def _light_state(table: TableSpec) -> TableSpec:
     heavy = table.optimizer in ("adagrad", "adam", "partial_rowwise_adam")
-    return dataclasses.replace(table, optimizer="rowwise_adagrad") if heavy else table
+    return dataclasses.replace(table, optimizer="row_wise_adagrad") if heavy else table
 
 
 def _half(table: TableSpec) -> TableSpec:

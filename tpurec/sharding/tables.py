@@ -30,11 +30,12 @@ POOLINGS = ("sum", "mean", "none")
 # Optimizer state: float32 elements per row, and per element of a row.
 OPTIMIZER_STATE = {
     "sgd": (0, 0),
-    "rowwise_adagrad": (1, 0),
+    "row_wise_adagrad": (1, 0),
     "adagrad": (0, 1),
     "partial_rowwise_adam": (1, 1),
     "adam": (0, 2),
 }
+_OPTIMIZER_ALIASES = {"rowwise_adagrad": "row_wise_adagrad"}  # as TorchRec writes it
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class TableSpec:
         features: the features that look up here; several may share the table.
         dtype: of the weights: `float32`, `bfloat16`, `float16`. Optimizer state is float32.
         pooling: `sum` or `mean` give one vector a bag, `none` one vector an id.
-        optimizer: `sgd`, `rowwise_adagrad`, `adagrad`, `partial_rowwise_adam` or `adam`.
+        optimizer: `sgd`, `row_wise_adagrad`, `adagrad`, `partial_rowwise_adam` or `adam`; TorchRec's
+            spelling `rowwise_adagrad` is read as `row_wise_adagrad`.
         zipf_exponent: measured skew of the ids; None takes `unique_share`, or else the assumption.
         unique_share: measured distinct ids / ids, in a sample of `unique_share_ids` ids.
         unique_share_ids: size of that sample.
@@ -92,7 +94,7 @@ class TableSpec:
     features: tuple[FeatureSpec, ...]
     dtype: str = "float32"
     pooling: str = "sum"
-    optimizer: str = "rowwise_adagrad"
+    optimizer: str = "row_wise_adagrad"
     zipf_exponent: float | None = None
     unique_share: float | None = None
     unique_share_ids: int | None = None
@@ -103,6 +105,7 @@ class TableSpec:
     keep_together: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", _OPTIMIZER_ALIASES.get(self.optimizer, self.optimizer))
         self._check(self.name != "", "name", "must not be empty")
         self._check(1 <= self.num_embeddings < 2**53, "num_embeddings", "must be 1 to 2^53 - 1")
         self._check(1 <= self.embedding_dim <= 2**16, "embedding_dim", "must be 1 to 65536")

@@ -70,8 +70,9 @@ def test_a_table_in_several_parts():
     table = make_table(600, 16, np.float32)
     storage = Storage(600, 16, max_part_bytes=256 * 64)
     assert storage.num_parts == 3
+    program = _program(storage)
     for ids in IDS:
-        _check(_program(storage), table, make_bags("a few", ids, num_bags=37, capacity=599, num_rows=600), False)
+        _check(program, table, make_bags("a few", ids, num_bags=37, capacity=599, num_rows=600), False)
 
 
 def _pooled(table, ids, offsets, weights=None, pooling="sum"):

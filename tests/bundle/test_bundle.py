@@ -190,6 +190,18 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    import safetensors
+
+    def full(*_):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(BundleError, match=r"dense.safetensors: cannot be written: .*No space left"):
+        write_small_bundle(tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_model_whose_scores_are_not_finite_is_not_exported(tmp_path):
     with pytest.raises(BundleError, match="2 of the model's scores for 3 example rows are not finite"):
         write_bundle(

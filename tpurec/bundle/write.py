@@ -34,7 +34,7 @@ from tpurec.bundle.manifest import (
 from tpurec.bundle.weights import split_state, table_name
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from tpurec.features import Schema
 
@@ -103,6 +103,16 @@ def _check_target(path: Path) -> None:
     raise BundleError(f"{path}: exists and is not a bundle.", "Choose another path, or remove it first.")
 
 
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # such as on a full disk
+        raise BundleError(f"{path.name}: cannot be written: {error}.", "Check permissions and free space.") from None
+
+
 def _write_files(
     folder: Path,
     model: nn.Module,
@@ -113,8 +123,6 @@ def _write_files(
     metrics: Mapping[str, Any],
     source: Mapping[str, Any],
 ) -> Manifest:
-    from safetensors.torch import save_file
-
     (folder / SCHEMA).write_text(schema.to_text(), encoding="utf-8")
     (folder / RECIPE).write_text(recipe_text, encoding="utf-8")
     columns = schema.columns(labels=False)
@@ -122,13 +130,13 @@ def _write_files(
     pq.write_table(with_scores.replace_schema_metadata(None), folder / EXAMPLES)
 
     dense, table_weights = split_state(model)
-    save_file({key: tensor.contiguous() for key, tensor in dense.items()}, folder / DENSE)
+    _save({key: tensor.contiguous() for key, tensor in dense.items()}, folder / DENSE)
     (folder / TABLES).mkdir()
     tables: dict[str, TableEntry] = {}
     for key, weight in table_weights.items():
         name = _unused(table_name(key), tables)
         file = f"{TABLES}/{_file_stem(name)}.safetensors"
-        save_file({"weight": weight.contiguous()}, folder / file)
+        _save({"weight": weight.contiguous()}, folder / file)
         rows, dim = weight.shape
         tables[name] = TableEntry(file, key, rows, dim, str(weight.dtype).removeprefix("torch."))
 

@@ -6,7 +6,7 @@ Nothing here runs on a TPU and no time but the compiler's is measured. Memory is
 are counted in its dump; HBM bytes are those of the DMAs that the kernels issue for uniform ids, and for TorchRec's
 dense backward, which is plain XLA, those of its cost analysis. XLA's SparseDenseMatmul custom calls ("xla") get their
 ids cut into partitions, sorted and made unique by the host, and step Adagrad with an accumulator per element; their
-bundles and HBM bytes are not counted, as their loops and DMAs are not in any dump that we can read.
+bundles and HBM bytes are not counted: libtpu's cost analysis is no evidence for SparseCore programs.
 
 `--chips` is a list such as `7x,v6e`; `--full` adds all dims and every MLPerf DLRM-v2 table.
 """

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from tpurec.features import Counts
 
@@ -20,6 +27,7 @@ class Metrics:
     """
 
     def __init__(self, model: str, tables: list[str]) -> None:
+        disable_created_metrics()  # a gauge beside every counter would double the page and says nothing here
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "tpurec_requests", "Requests answered, by path and status.", ["path", "status"], registry=self.registry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ class Reporter:
         self.as_json = as_json
         self.err = Console(stderr=True, highlight=False)
         self.out = Console(highlight=False)
-        if not self.out.is_terminal:
+        if not self.out.is_terminal and "COLUMNS" not in os.environ:
             self.out.width = PIPED_WIDTH  # a file or pager has no width of its own; 80 would cut tables
 
     def log(self, message: str) -> None:

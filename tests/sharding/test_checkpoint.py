@@ -125,6 +125,24 @@ def test_a_damaged_file_is_named(tmp_path):
         read_manifest(folder)
 
 
+@pytest.mark.parametrize("kind", ["parent", "absolute", "link"])
+def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path, kind):
+    tensors = some_tensors()
+    path = Checkpointer(tmp_path / "checkpoints", keep_last=1).save(1, tensors, {})
+    manifest = json.loads((path / "manifest.json").read_text())
+    name = next(iter(manifest["files"]))
+    outside = tmp_path / "outside.safetensors"
+    (path / name).rename(outside)
+    if kind == "link":
+        (path / name).symlink_to(outside)
+    else:
+        entry = manifest["files"].pop(name)
+        manifest["files"]["../../outside.safetensors" if kind == "parent" else str(outside)] = entry
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="lies outside"):
+        load_checkpoint(path, zeros_like(tensors))
+
+
 def test_the_last_few_and_the_best_are_kept(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep_last=2)
     for step, score in [(1, None), (2, -0.4), (3, -0.3), (4, -0.3), (5, -0.9), (6, None)]:

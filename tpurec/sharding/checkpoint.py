@@ -279,6 +279,13 @@ def _listed(names: list[str]) -> str:
 def _check_files(manifest: CheckpointManifest, verify: bool) -> None:
     for name, entry in manifest.files.items():
         path = manifest.folder / name
+        if (
+            Path(name).name != name or path.is_symlink()
+        ):  # a checkpoint may come from elsewhere: nothing outside is read
+            raise CheckpointError(
+                f"{manifest.folder}: the file {name!r} of its manifest lies outside of it.",
+                _use_older(manifest.folder),
+            )
         size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
             found = "missing" if size is None else f"{size} bytes"

@@ -191,8 +191,8 @@ def test_a_sigterm_ends_a_command_as_ctrl_c_does(tmp_path):
 
 
 def _slow(as_json: JsonOption = False):
-    print("started", file=sys.stderr, flush=True)
     try:
+        print("started", file=sys.stderr, flush=True)  # inside: the signal may come at once
         time.sleep(60)
     finally:
         print("cleaned up", file=sys.stderr, flush=True)

@@ -170,9 +170,12 @@ def test_no_words_at_all_is_wrong_usage_with_the_help_text(run):
     assert code == 2 and "Usage: tpurec" in out + err
 
 
-def test_a_sigterm_ends_a_command_as_ctrl_c_does(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_command_as_ctrl_c_does(number):
+    """Also where SIGINT was ignored at the start, as in a background job of a script."""
     script = (
-        "import tests.test_cli as t, time\n"
+        "import signal, tests.test_cli as t, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "from tpurec import cli\n"
         "from importlib.metadata import EntryPoint\n"
         "cli.entry_points = lambda group: [EntryPoint('slow', 'tests.test_cli:_slow', group)]\n"
@@ -181,7 +184,7 @@ def test_a_sigterm_ends_a_command_as_ctrl_c_does(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert child.stderr.readline() == "started\n"
-        child.send_signal(signal.SIGTERM)
+        child.send_signal(number)
         out, err = child.communicate(timeout=30)
     finally:
         child.kill()

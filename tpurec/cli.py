@@ -103,6 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, _interrupt)  # a polite kill cleans up as Ctrl-C does
+    # A shell without job control starts `tpurec ... &` with SIGINT ignored; `kill -INT` is to work there, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Commands that use a TPU import torch_tpu themselves. Left on, `import torch` would load it in every command and
     # every child process: seconds and log lines, and a failure where warnings are errors.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

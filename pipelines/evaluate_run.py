@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from pipelines.order import Manifest, natural_pass
 from pipelines.reading import Reader, SourceBatch, find_files, in_order, pack_window, scan
 from pipelines.run import LoadedRun
 from pipelines.training import label_warnings, torch_threads
+from tpurec import atomic
 from tpurec.errors import ConfigError, DataError
 from tpurec.features import Columns, Counts, Ladder
 from tpurec.features.transform import Transformer
@@ -144,19 +143,9 @@ def _score_writer(path: Path | None) -> Iterator[_ScoreWriter | None]:
         yield None
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    os.close(descriptor)
-    writer = _ScoreWriter(Path(temporary))
-    try:
+    with atomic.new_file(path) as unfinished, closing(_ScoreWriter(unfinished)) as writer:
         yield writer
         writer.flush()
-        writer.close()
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        writer.close()
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _check_target(scores: Path, manifest: Manifest) -> None:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pipelines.run import write_atomically
+from tpurec import atomic
 
 _NO_SCALARS = ("kind", "step", "epoch")
 
@@ -26,7 +26,7 @@ class MetricsLog:
 
         # The test is evaluated after the last step, and again if the run was killed before it had written its result.
         kept = [line for line in read_metrics(path) if line["step"] <= step and line["kind"] != "test"]
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        atomic.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._stream = path.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(tensorboard), purge_step=step + 1 if step else None)
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.order import Manifest
 from pipelines.recipe import Recipe, read_recipe
+from tpurec import atomic
 from tpurec.config import to_toml
 from tpurec.errors import ConfigError, TpurecError
 from tpurec.features import Schema
@@ -180,10 +179,10 @@ class Run:
                     f"{schema.fingerprint()}).",
                     "Give another --out for a new run, or the schema it was begun with.",
                 )
-        write_atomically(self.data_file, json.dumps(data, indent=1))
-        write_atomically(self.schema_file, schema.to_text())
+        atomic.write_text(self.data_file, json.dumps(data, indent=1))
+        atomic.write_text(self.schema_file, schema.to_text())
         # Last: a folder with a recipe has everything else.
-        write_atomically(self.recipe_file, to_toml(recipe))
+        atomic.write_text(self.recipe_file, to_toml(recipe))
 
     def fingerprints(self) -> dict[str, Any]:
         """Return what the run is made of, for its checkpoints.
@@ -258,26 +257,6 @@ def last_checkpoint(run: Run) -> Path | None:
     """
     checkpoints = list_checkpoints(run.checkpoints)
     return checkpoints[-1] if checkpoints else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there either whole or as it was before.
-
-    Args:
-        path: the file; its folder exists.
-        text: its contents.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -7,13 +7,11 @@ pieces in order, so both write the same file.
 
 from __future__ import annotations
 
-import os
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +24,7 @@ import pyarrow.parquet as pq
 from pipelines.data.raw_rows import RawRows
 from pipelines.data.row_counts import RejectedRow
 from pipelines.score_inputs import Inputs, Part, open_inputs, read_part
+from tpurec import atomic
 from tpurec.bundle import Bundle
 from tpurec.errors import ConfigError, DataError
 from tpurec.features import Columns, Counts, to_storage
@@ -223,9 +222,10 @@ def write_scores(
     rows = bad_rows = 0
     counts, first_bad = Counts(), ""
     started = time.monotonic()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        _new_file(path) as temporary,
-        pq.ParquetWriter(temporary, schema) as writer,
+        atomic.new_file(path) as unfinished,
+        pq.ParquetWriter(unfinished, schema) as writer,
         reporter.progress("score", inputs.num_rows) as advance,
         closing(pieces),
     ):
@@ -258,22 +258,6 @@ def _warnings(rows: int, bad_rows: int, first_bad: str, counts: Counts) -> list[
         if handled:
             warnings.append(f"table {table!r}: of {reasons['ids']} ids, handled by the id policy: {handled}.")
     return warnings
-
-
-@contextmanager
-def _new_file(path: Path) -> Iterator[Path]:
-    """A file beside the target that takes its place if all goes well, and is gone otherwise."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _ahead(items: Iterator[Item], count: int) -> Iterator[Item]:

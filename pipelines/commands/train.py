@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tpurec import atomic
 from tpurec.reporting import JsonOption, Reporter
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ def train(
 
 
 def _train(run: Run, recipe: Recipe, data: RunData, engine: str, reporter: Reporter) -> dict[str, Any]:
-    from pipelines.run import write_atomically
 
     run.begin(recipe, data.schema, data.train, data.test)
     reporter.log(f"RUN {run.path}: {data.train.num_rows:,} training rows in {len(data.train.files)} files")
@@ -71,7 +71,7 @@ def _train(run: Run, recipe: Recipe, data: RunData, engine: str, reporter: Repor
 
         result = train_local(run, LocalSource(recipe, data), reporter)
     result = {**result, "run": str(run.path), "engine": engine, "warnings": [*data.warnings(), *result["warnings"]]}
-    write_atomically(run.result_file, json.dumps(result, indent=1, allow_nan=False))
+    atomic.write_text(run.result_file, json.dumps(result, indent=1, allow_nan=False))
     return result
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tpurec import atomic
 from tpurec.errors import DataError
 
 
@@ -129,6 +130,4 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
         path: the file.
         manifest: plain values.
     """
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    os.replace(unfinished, path)
+    atomic.write_text(path, json.dumps(manifest, indent=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tpurec import atomic
 from tpurec.errors import ConfigError
 
 
@@ -101,19 +101,15 @@ def write_vocabulary(path: str | Path, entries: tuple[str, ...] | tuple[int, ...
         ConfigError: another ending.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        if path.suffix == ".json":
-            partial.write_text(json.dumps(list(entries), ensure_ascii=False), encoding="utf-8")
-        elif path.suffix == ".parquet":
-            import pyarrow.parquet as pq
+    if path.suffix == ".json":
+        atomic.write_text(path, json.dumps(list(entries), ensure_ascii=False))
+    elif path.suffix == ".parquet":
+        import pyarrow.parquet as pq
 
-            pq.write_table(pa.table({"id": pa.array(list(entries))}), partial)
-        else:
-            raise ConfigError(f"{path}: a vocabulary file ends in .json or .parquet.")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        with atomic.new_file(path) as unfinished:
+            pq.write_table(pa.table({"id": pa.array(list(entries))}), unfinished)
+    else:
+        raise ConfigError(f"{path}: a vocabulary file ends in .json or .parquet.")
 
 
 def read_vocabulary(path: str | Path) -> tuple[str, ...] | tuple[int, ...]:

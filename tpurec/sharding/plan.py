@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from tpurec import atomic
 from tpurec.config import from_mapping
 from tpurec.errors import ConfigError
 from tpurec.sharding.assumptions import Assumptions
@@ -325,15 +324,7 @@ class Plan:
         Args:
             path: the file.
         """
-        path = Path(path)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(self.to_json() + "\n")
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        atomic.write_text(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

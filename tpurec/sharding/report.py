@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from collections import Counter
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tpurec import atomic
 from tpurec.sharding.assumptions import Assumptions, rows_of_table
 from tpurec.sharding.plan import Infeasible, Plan
 from tpurec.sharding.summary import remedy_text
@@ -30,15 +29,7 @@ def write_report(path: str | Path, found: Plan | Infeasible, summary: dict[str, 
     template = (resources.files("tpurec.sharding") / "report.html").read_text(encoding="utf-8")
     # "</" would end the script element that holds the data, whatever a table is called.
     text = json.dumps(page_data(found, summary), separators=(",", ":")).replace("</", "<\\/")
-    path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(template.replace(_PLACEHOLDER, text))
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    atomic.write_text(path, template.replace(_PLACEHOLDER, text))
 
 
 def page_data(found: Plan | Infeasible, summary: dict[str, Any]) -> dict[str, Any]:

@@ -86,13 +86,15 @@ class Window:
         index: its number in the pass.
         first_batch: number of its first batch in the pass.
         segments: what to read; the rows, joined in this order, are numbered 0 to n - 1.
-        slots: int64 [num_batches, batch_size], numbers of those rows; -1 marks padding, at the end of the pass only.
+        slots: int64 [num_batches, batch_size], numbers of those rows; -1 marks padding, at the end of a batch.
+        batch_rows: int64 [num_batches], rows of the global batches if these are one rank's shares of them; else None.
     """
 
     index: int
     first_batch: int
     segments: tuple[Segment, ...]
     slots: np.ndarray
+    batch_rows: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:

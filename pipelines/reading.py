@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.order import Manifest, ManifestFile, Pass, Segment, Window
+from pipelines.shares import WHOLE, Share
 from tpurec.errors import DataError
 from tpurec.features import Columns, Counts, Ladder, PackedBatch, Schema, pack
 from tpurec.features.transform import Transformer
@@ -157,11 +158,14 @@ class Reader:
             keys: carry the schema's key columns.
 
         Returns:
-            The rows, in the order of the window's segments.
+            The rows, in the order of the window's segments; none if it has no segment.
 
         Raises:
             DataError: a value that breaks the schema; names file, row and column.
         """
+        if not window.segments:  # a rank's share of a window that has fewer rows than there are ranks
+            fields = [field for field in self.schema.arrow_schema() if field.name in self._names]
+            return self._transformer(pa.schema(fields).empty_table())
         return Columns.concat([self._segment(segment, keys) for segment in window.segments])
 
     def _segment(self, segment: Segment, keys: bool) -> Columns:
@@ -203,15 +207,22 @@ class Reader:
 
 @dataclass(frozen=True)
 class SourceBatch:
-    """One global batch, as it comes from a source.
+    """One batch, or one rank's share of it, as it comes from a source.
 
     Args:
         packed: the batch.
         counts: what the transform met in the window that this batch is the first of; None for its other batches.
+        batch_rows: rows of the global batch, if this is one rank's share of it; else None.
     """
 
     packed: PackedBatch
     counts: Counts | None = None
+    batch_rows: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole batch, over all ranks."""
+        return self.packed.num_rows if self.batch_rows is None else self.batch_rows
 
 
 def pack_window(columns: Columns, window: Window, ladder: Ladder, first_batch: int = 0) -> Iterator[SourceBatch]:
@@ -229,16 +240,23 @@ def pack_window(columns: Columns, window: Window, ladder: Ladder, first_batch: i
     batch_size = window.slots.shape[1]
     skipped = max(0, first_batch - window.first_batch)
     slots = window.slots[skipped:].ravel()
-    # One take for the whole window, so that batches are slices of it; padding is at the end.
+    # One take for the whole window, so that batches are slices of it; padding is at the end of each batch.
     rows = columns.take(slots[slots >= 0])
+    end = 0
     for number in range(skipped, len(window.slots)):
-        begin = (number - skipped) * batch_size
-        packed = pack(rows.slice(begin, begin + batch_size), batch_size, ladder)
-        yield SourceBatch(packed, columns.counts if number == 0 else None)
+        begin, end = end, end + int((window.slots[number] >= 0).sum())
+        packed = pack(rows.slice(begin, end), batch_size, ladder)
+        batch_rows = None if window.batch_rows is None else int(window.batch_rows[number])
+        yield SourceBatch(packed, columns.counts if number == 0 else None, batch_rows)
 
 
 def read_batches(
-    reader: Reader, passes: Iterable[Pass], ladder: Ladder, workers: int, first_batch: int = 0
+    reader: Reader,
+    passes: Iterable[Pass],
+    ladder: Ladder,
+    workers: int,
+    first_batch: int = 0,
+    share: Share = WHOLE,
 ) -> Iterator[SourceBatch]:
     """Read passes one after the other in threads, at least one window ahead of the consumer.
 
@@ -248,6 +266,7 @@ def read_batches(
         ladder: for the id capacities.
         workers: reading threads.
         first_batch: number of the first batch wanted of the first pass.
+        share: of every batch; the rest is not read.
 
     Yields:
         The batches from there on, in order.
@@ -262,7 +281,7 @@ def read_batches(
 
     def read(item: tuple[Pass, int, int]) -> list[SourceBatch]:
         one_pass, index, first = item
-        window = one_pass.window(index)
+        window = share.of(one_pass.window(index))
         return list(pack_window(reader.columns(window), window, ladder, first))
 
     for batches in in_order(read, windows(), workers):

@@ -98,7 +98,8 @@ def _measure_steps(overrides: list[str], rounds: int) -> tuple[float, float, dic
     from pipelines.engine_local import LocalSource
     from pipelines.recipe import read_recipe
     from pipelines.source import find_data
-    from pipelines.train_loop import Position, TrainLoop, dense_optimizer
+    from pipelines.step import TrainStep, torch_optimizer
+    from pipelines.train_loop import Position, TrainLoop
     from tpurec.embeddings import to_torch
     from tpurec.models import build_model, table_optimizer
 
@@ -109,10 +110,10 @@ def _measure_steps(overrides: list[str], rounds: int) -> tuple[float, float, dic
     packed = [item.packed for item in islice(source.train(0, 0), STEPS)]
     optimizer = table_optimizer(recipe.tables)
     model = build_model(recipe.model, recipe.tables, source.data.schema, optimizer=optimizer)
+    config = recipe.train
     loop = TrainLoop(
-        model,
-        dense_optimizer(model, recipe.train),
-        recipe.train,
+        TrainStep(model, torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay)),
+        config,
         recipe.tables.learning_rate,
         source.batches_per_epoch,
         recipe.checkpoint.every_steps,
@@ -123,7 +124,7 @@ def _measure_steps(overrides: list[str], rounds: int) -> tuple[float, float, dic
     times: dict[str, list[float]] = {"bare": [], "torchrec": []}
     steps: dict[str, Callable[[int], None]] = {
         # As in `TrainLoop.run`: the move from arrays to tensors is part of the step.
-        "bare": lambda number: loop.step(to_torch(packed[number]), position),
+        "bare": lambda number: loop.step(packed[number], position),
         "torchrec": lambda number: torchrec_step(ready[number]),
     }
     for step in steps.values():

@@ -1,8 +1,7 @@
 """The train loop: plain torch. It takes an iterator of batches and calls back; it knows neither files nor Ray.
 
-One step: the model's forward, the loss over the rows that have a label, backward (in which the tables take their
-optimizer step), then the dense optimizer's step. `Position` is all the loop remembers between steps besides tensors; it
-is plain JSON, so a checkpoint of tensors and position resumes the run to the bit.
+What one step is, `pipelines.step` says. `Position` is all the loop remembers between steps besides tensors; it is plain
+JSON, so a checkpoint of tensors and position resumes the run to the bit.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor
 
 from pipelines.reading import SourceBatch
 from pipelines.schedule import Decay, learning_rate_factor
-from tpurec.embeddings import TorchBatch, dense_parameters, set_learning_rate, to_torch
+from pipelines.step import DenseOptimizer, TrainStep
+from tpurec.embeddings import to_torch
 from tpurec.errors import TpurecError
+from tpurec.features import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class TrainConfig:
     epochs: int = 1
     max_steps: int = 0
     seed: int = 0
-    optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
+    optimizer: DenseOptimizer = "adam"
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
     warmup_steps: int = 0
@@ -145,7 +144,7 @@ class Callbacks:
         log: takes a line of metrics: `kind`, `step`, `epoch` and numbers.
         validate: evaluates the model as it is; None if there are no validation rows.
         save: writes a checkpoint; takes the position and the validation's score, or None if it was not evaluated.
-        progress: takes the rows just trained on and the loss of the last step.
+        progress: takes the rows just trained on and the loss of the last step whose loss was read.
     """
 
     log: Callable[[dict[str, Any]], None]
@@ -157,9 +156,11 @@ class Callbacks:
 class TrainLoop:
     """Trains a model.
 
+    Where a device works while the host goes on, losses are read when a line of metrics, a validation or a checkpoint is
+    due, not after every step.
+
     Args:
-        model: `forward(dense, kjt) -> logits [B]`; its tables are fused collections.
-        dense_optimizer: of all other parameters.
+        step: does one step; owns model and optimizers.
         config: the recipe's section [train].
         table_learning_rate: of the tables, before the schedule's factor.
         batches_per_epoch: batches of an epoch.
@@ -168,21 +169,21 @@ class TrainLoop:
 
     def __init__(
         self,
-        model: nn.Module,
-        dense_optimizer: torch.optim.Optimizer,
+        step: TrainStep,
         config: TrainConfig,
         table_learning_rate: float,
         batches_per_epoch: int,
         checkpoint_every_steps: int,
     ) -> None:
-        self.model = model
-        self.dense_optimizer = dense_optimizer
         self.config = config
         self.clock = Clock()
+        self._step = step
         self._table_learning_rate = table_learning_rate
         self._batches_per_epoch = batches_per_epoch
         self._checkpoint_every_steps = checkpoint_every_steps
         self.total_steps = total_steps(config, batches_per_epoch)
+        self._unread: list[tuple[int, Tensor, int]] = []  # step, loss, labelled rows
+        self._last_loss = 0.0
 
     def run(self, batches: Iterable[SourceBatch], position: Position, callbacks: Callbacks) -> None:
         """Train until the steps are done or patience runs out.
@@ -195,7 +196,7 @@ class TrainLoop:
         Raises:
             TpurecError: the loss is not finite, or the batches end too early.
         """
-        self.model.train()
+        self._step.model.train()
         source = iter(batches)
         while not position.finished:
             started = time.perf_counter()
@@ -206,48 +207,49 @@ class TrainLoop:
                     "It must not change while a run is trained.",
                 )
             received = time.perf_counter()
-            loss = self.step(to_torch(item.packed), position)
+            self.step(item.packed, position)
+            self._advance(item, position)
+            if self._due(position):
+                self._read_losses(position)
             stepped = time.perf_counter()
             self.clock.wait_seconds += received - started
             self.clock.step_seconds += stepped - received
             self.clock.rows += item.packed.num_rows
-            self._advance(item, position)
-            callbacks.progress(item.packed.num_rows, loss)
+            callbacks.progress(item.packed.num_rows, self._last_loss)
             self._report(position, callbacks)
             self.clock.other_seconds += time.perf_counter() - stepped
 
-    def step(self, batch: TorchBatch, position: Position) -> float:
+    def step(self, packed: PackedBatch, position: Position) -> None:
         """Do one optimizer step.
 
         Args:
-            batch: the batch.
-            position: gives the step of the schedule; its loss sums are updated.
-
-        Returns:
-            The mean log loss over the batch's labelled rows, 0 if it has none.
+            packed: the batch.
+            position: gives the step of the schedule; on the CPU its loss sums are updated, elsewhere they are later.
 
         Raises:
             TpurecError: the loss is not finite.
         """
         factor = self._factor(position.step)
-        for group in self.dense_optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * factor
-        set_learning_rate(self.model, self._table_learning_rate * factor)
-        logits = self.model(batch.dense, batch.features)
-        num_labelled = int(batch.valid.sum())
-        loss = masked_log_loss(logits, batch.labels, batch.valid)
-        self.dense_optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.dense_optimizer.step()
-        value = loss.item()
-        if not math.isfinite(value):
-            raise TpurecError(
-                f"the loss is {value} at step {position.step + 1}.",
-                "Lower train.learning_rate and tables.learning_rate, or add train.warmup_steps.",
-            )
-        position.log_loss_sum += value * num_labelled
-        position.log_rows += num_labelled
-        return value
+        self._step.set_learning_rates(self.config.learning_rate * factor, self._table_learning_rate * factor)
+        labelled = int(packed.valid.sum())
+        loss = self._step(to_torch(packed, self._step.device), labelled)
+        self._unread.append((position.step + 1, loss, labelled))
+        if self._step.device.type == "cpu":  # the step is done, reading costs nothing
+            self._read_losses(position)
+
+    def _read_losses(self, position: Position) -> None:
+        unread, self._unread = self._unread, []
+        for step, loss, labelled in unread:
+            value = loss.item()
+            if not math.isfinite(value):
+                found = f" (seen after step {position.step})" if position.step > step else ""
+                raise TpurecError(
+                    f"the loss is {value} at step {step}{found}.",
+                    "Lower train.learning_rate and tables.learning_rate, or add train.warmup_steps.",
+                )
+            position.log_loss_sum += value * labelled
+            position.log_rows += labelled
+            self._last_loss = value
 
     def _factor(self, step: int) -> float:
         config = self.config
@@ -271,31 +273,41 @@ class TrainLoop:
                     into[reason] = into.get(reason, 0) + number
         position.finished = position.step >= self.total_steps
 
+    def _log_due(self, position: Position) -> bool:
+        return position.step % self.config.log_every_steps == 0 or position.finished
+
+    def _validation_due(self, position: Position) -> bool:
+        every = self.config.evaluate_every_steps
+        return position.batch == 0 or position.finished or bool(every and position.step % every == 0)
+
+    def _checkpoint_due(self, position: Position) -> bool:
+        return position.finished or position.step % self._checkpoint_every_steps == 0
+
+    def _due(self, position: Position) -> bool:
+        return self._log_due(position) or self._validation_due(position) or self._checkpoint_due(position)
+
     def _report(self, position: Position, callbacks: Callbacks) -> None:
-        config, step = self.config, position.step
-        if step % config.log_every_steps == 0 or position.finished:
+        if self._log_due(position):
             callbacks.log(
                 {
                     "kind": "train",
-                    "step": step,
+                    "step": position.step,
                     "epoch": position.epoch,
                     "log_loss": position.log_loss_sum / position.log_rows if position.log_rows else None,
-                    "learning_rate": config.learning_rate * self._factor(step - 1),
+                    "learning_rate": self.config.learning_rate * self._factor(position.step - 1),
                     "rows_seen": position.rows_seen,
                     "rows_per_second": round(self.clock.rows_per_second, 1),
                 }
             )
             position.log_loss_sum, position.log_rows = 0.0, 0
-        end_of_epoch = position.batch == 0 or position.finished
-        due = config.evaluate_every_steps and step % config.evaluate_every_steps == 0
-        if callbacks.validate is not None and (end_of_epoch or due):
+        if callbacks.validate is not None and self._validation_due(position):
             self._validate(position, callbacks)
-        elif position.finished or step % self._checkpoint_every_steps == 0:
+        elif self._checkpoint_due(position):
             callbacks.save(position, None)
 
     def _validate(self, position: Position, callbacks: Callbacks) -> None:
         metrics = callbacks.validate()
-        self.model.train()
+        self._step.model.train()
         callbacks.log({"kind": "validation", "step": position.step, "epoch": position.epoch, **metrics})
         score = score_of(metrics, self.config.monitor)
         if score is None:
@@ -329,22 +341,6 @@ def total_steps(config: TrainConfig, batches_per_epoch: int) -> int:
     return min(steps, config.max_steps) if config.max_steps else steps
 
 
-def masked_log_loss(logits: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Return the mean binary cross entropy over the valid rows.
-
-    Args:
-        logits: float32 [B].
-        labels: float32 [B], in [0, 1].
-        valid: bool [B]; other rows get no gradient.
-
-    Returns:
-        A scalar; 0 if no row is valid.
-    """
-    weight = valid.to(logits.dtype)
-    total = F.binary_cross_entropy_with_logits(logits, labels, weight=weight, reduction="sum")
-    return total / weight.sum().clamp(min=1)
-
-
 def score_of(metrics: dict[str, Any], monitor: str) -> float | None:
     """Return how good a validation is, higher is better.
 
@@ -357,20 +353,3 @@ def score_of(metrics: dict[str, Any], monitor: str) -> float | None:
     """
     value = metrics[monitor]
     return None if value is None else (-value if monitor == "log_loss" else value)
-
-
-def dense_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Make the optimizer of everything but the tables.
-
-    Args:
-        model: a model with fused tables.
-        config: the recipe's section [train].
-
-    Returns:
-        `torch.optim.Adam`, `Adagrad` or `SGD`.
-    """
-    kinds = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
-    parameters = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
-    # torch refuses an empty list; a model may be nothing but tables.
-    parameters = parameters or [torch.empty(0, requires_grad=True)]
-    return kinds[config.optimizer](parameters, lr=config.learning_rate, weight_decay=config.weight_decay)

@@ -13,7 +13,8 @@ from pipelines.evaluation import evaluate
 from pipelines.metrics_log import MetricsLog
 from pipelines.run import Run, last_checkpoint
 from pipelines.source import Source
-from pipelines.train_loop import Callbacks, Position, TrainLoop, dense_optimizer
+from pipelines.step import TrainStep, torch_optimizer
+from pipelines.train_loop import Callbacks, Position, TrainLoop
 from pipelines.training_state import TrainingState, load_weights
 from tpurec.models import build_model, table_optimizer
 from tpurec.sharding.checkpoint import Checkpointer, best_checkpoint
@@ -53,7 +54,9 @@ def train_run(
             seed=recipe.train.seed,
             optimizer=table_optimizer(recipe.tables),
         )
-        state = TrainingState(model, dense_optimizer(model, recipe.train))
+        config = recipe.train
+        step = TrainStep(model, torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay))
+        state = TrainingState(step)
         checkpointer = Checkpointer(run.checkpoints, recipe.checkpoint.keep_last)
         position = Position()
         resumed = last_checkpoint(run)
@@ -62,9 +65,8 @@ def train_run(
             log(f"resuming at step {position.step} (epoch {position.epoch}, batch {position.batch})")
             progress(position.rows_seen, 0.0)
         loop = TrainLoop(
-            model,
-            state.dense_optimizer,
-            recipe.train,
+            step,
+            config,
             recipe.tables.learning_rate,
             source.batches_per_epoch,
             recipe.checkpoint.every_steps,

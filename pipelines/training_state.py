@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipelines.step import TrainStep
 from pipelines.train_loop import Position
-from tpurec.embeddings import fused_optimizer_state_dict, named_dense_parameters
+from tpurec.embeddings import fused_optimizer_state_dict
 from tpurec.sharding.checkpoint import Checkpointer, load_checkpoint
 
 MODEL = "model."
@@ -23,13 +24,11 @@ class TrainingState:
     """The tensors of one run, by name.
 
     Args:
-        model: with fused tables.
-        dense_optimizer: of its other parameters.
+        step: owns model and optimizers.
     """
 
-    def __init__(self, model: nn.Module, dense_optimizer: torch.optim.Optimizer) -> None:
-        self.model = model
-        self.dense_optimizer = dense_optimizer
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
 
     def save(
         self, checkpointer: Checkpointer, position: Position, score: float | None, fingerprints: dict[str, Any]
@@ -60,18 +59,16 @@ class TrainingState:
         Raises:
             CheckpointError: it does not fit, or is damaged.
         """
-        initialise_optimizer_state(self.dense_optimizer)
         tensors = self._tensors()
         manifest = load_checkpoint(folder, tensors)
         torch.set_rng_state(tensors["rng.torch"])
         return Position(**manifest.state["position"])
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {MODEL + name: tensor for name, tensor in self.model.state_dict().items()}
-        tensors |= {f"optimizer.{name}": tensor for name, tensor in fused_optimizer_state_dict(self.model).items()}
-        for name, parameter in named_dense_parameters(self.model):
-            for key, value in self.dense_optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{name}.{key}"] = value
+        model = self._step.model
+        tensors = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in fused_optimizer_state_dict(model).items()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in self._step.optimizer_state().items()}
         tensors["rng.torch"] = torch.get_rng_state()
         return tensors
 
@@ -87,23 +84,3 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         CheckpointError: it does not fit, or is damaged.
     """
     load_checkpoint(folder, {MODEL + name: tensor for name, tensor in model.state_dict().items()}, only=MODEL)
-
-
-def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make a torch optimizer allocate the state that it otherwise makes in its first step, so that it can be loaded.
-
-    A step with zero gradients and learning rate 0 changes no parameter.
-
-    Args:
-        optimizer: one that has done no step; its values afterwards mean nothing.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 
 from pipelines.evaluation import evaluate
 from pipelines.reading import SourceBatch
+from pipelines.step import TrainStep, masked_log_loss, torch_optimizer
 from pipelines.train_loop import (
     Callbacks,
     Position,
     TrainConfig,
     TrainLoop,
-    dense_optimizer,
-    masked_log_loss,
     total_steps,
 )
 from pipelines.training_state import TrainingState
@@ -42,9 +41,13 @@ def batches(count: int, rows: int = 32, seed: int = 0) -> list[SourceBatch]:
     return [SourceBatch(pack(columns.slice(n * rows, (n + 1) * rows), 32, LADDER)) for n in range(count)]
 
 
-def a_loop(model, config=None, batches_per_epoch=10, every=1000, rate=0.1):
+def a_step(model, config):
+    return TrainStep(model, torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay))
+
+
+def a_loop(model, config=None, batches_per_epoch=10, every=1000, rate=0.1, step=None):
     config = config or TrainConfig(batch_size=32, learning_rate=0.01)
-    return TrainLoop(model, dense_optimizer(model, config), config, rate, batches_per_epoch, every)
+    return TrainLoop(step or a_step(model, config), config, rate, batches_per_epoch, every)
 
 
 def nothing(*_):
@@ -64,7 +67,7 @@ def test_a_row_with_a_missing_label_leaves_loss_gradient_and_metrics_and_is_coun
     logits = torch.tensor([0.3, 5.0, -0.2], requires_grad=True)
     columns = Transformer(SCHEMA)(click_rows(3).set_column(0, "click", [[1.0, float("nan"), 0.0]]))
     batch = to_torch(packed := pack(columns, 3, LADDER))
-    loss = masked_log_loss(logits, batch.labels, batch.valid)
+    loss = masked_log_loss(logits, batch.labels, batch.valid, torch.tensor(2.0))
     loss.backward()
     expected = F.binary_cross_entropy_with_logits(torch.tensor([0.3, -0.2]), torch.tensor([1.0, 0.0]))
     assert loss.item() == pytest.approx(float(expected))
@@ -84,7 +87,7 @@ def test_padding_changes_nothing(rows):
     before = weights(models[0])
     for model, size in zip(models, (max(rows, 1), 32), strict=True):
         loop = a_loop(model)
-        loop.step(to_torch(pack(columns, size, LADDER)), Position())
+        loop.step(pack(columns, size, LADDER), Position())
     for name, tensor in weights(models[0]).items():
         torch.testing.assert_close(tensor, weights(models[1])[name], rtol=0, atol=1e-6)
         if rows == 0:
@@ -96,7 +99,7 @@ def test_rows_that_a_batch_does_not_look_up_stay_as_they_are():
     model = a_model()
     before = weights(model)
     packed = batches(1)[0].packed
-    a_loop(model).step(to_torch(packed), Position())
+    a_loop(model).step(packed, Position())
     for table in ("user", "item", "tags"):
         name = f"sparse_arch.embedding_bag_collection.embedding_bags.{table}.weight"
         touched = np.unique(packed.sparse[table].rows[packed.sparse[table].rows >= 0])
@@ -109,19 +112,20 @@ def test_the_first_adagrad_step_is_finite_with_accumulator_0_and_eps_1e_8():
     for optimizer in ("row_wise_adagrad", "adagrad"):
         tables = dataclasses.replace(TABLES, optimizer=optimizer, eps=1e-8)
         model = a_model(tables)
-        a_loop(model).step(to_torch(batches(1)[0].packed), Position())
+        a_loop(model).step(batches(1)[0].packed, Position())
         assert all(torch.isfinite(tensor).all() for tensor in weights(model).values())
 
 
 def test_warm_up_and_decay_move_both_learning_rates():
     model = a_model()
     config = TrainConfig(batch_size=32, epochs=1, learning_rate=0.02, warmup_steps=4, decay="linear")
-    loop = a_loop(model, config, batches_per_epoch=8)
+    step = a_step(model, config)
+    loop = a_loop(model, config, batches_per_epoch=8, step=step)
     seen = []
 
     def progress(rows, loss):
         tables = next(collection for _, collection in fused_collections(model))
-        seen.append((loop.dense_optimizer.param_groups[0]["lr"], tables.learning_rate))
+        seen.append((step.dense_optimizer.param_groups[0]["lr"], tables.learning_rate))
 
     loop.run(batches(8), Position(), Callbacks(nothing, None, nothing, progress))
     factors = [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -221,18 +225,18 @@ def test_a_checkpoint_between_steps_changes_no_bit(tmp_path, optimizer, tables):
 
     def kill_at_6(rows, loss):
         if position.step == 6:
-            TrainingState(first, loop.dense_optimizer).save(Checkpointer(tmp_path, 1), position, None, {})
+            TrainingState(step).save(Checkpointer(tmp_path, 1), position, None, {})
             raise Killed
 
-    first, position = a_model(tables_config), Position()
-    loop = a_loop(first, config, rate=0.1)
+    step, position = a_step(a_model(tables_config), config), Position()
+    loop = a_loop(None, config, rate=0.1, step=step)
     with pytest.raises(Killed):
         loop.run(data, position, Callbacks(lines["parts"].append, None, nothing, kill_at_6))
 
     second = build_model(MODEL, tables_config, SCHEMA, seed=99, optimizer=table_optimizer(tables_config))
-    loop = a_loop(second, config, rate=0.1)
-    state = TrainingState(second, loop.dense_optimizer)
-    resumed = state.load(next(tmp_path.iterdir()))
+    step = a_step(second, config)
+    loop = a_loop(second, config, rate=0.1, step=step)
+    resumed = TrainingState(step).load(next(tmp_path.iterdir()))
     assert resumed == position
     loop.run(data[6:], resumed, Callbacks(lines["parts"].append, None, nothing))
     assert same(weights(whole), weights(second))
@@ -245,14 +249,12 @@ def test_a_checkpoint_between_steps_changes_no_bit(tmp_path, optimizer, tables):
 
 def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path):
     """case 23"""
-    model = a_model()
-    loop = a_loop(model)
-    loop.step(to_torch(batches(1)[0].packed), Position())
-    folder = TrainingState(model, loop.dense_optimizer).save(Checkpointer(tmp_path, 1), Position(step=1), None, {})
-    other = a_model()
-    config = TrainConfig(optimizer="adagrad")
+    step = a_step(a_model(), TrainConfig(batch_size=32))
+    a_loop(None, step=step).step(batches(1)[0].packed, Position())
+    folder = TrainingState(step).save(Checkpointer(tmp_path, 1), Position(step=1), None, {})
+    other = a_step(a_model(), TrainConfig(optimizer="adagrad"))
     with pytest.raises(TpurecError, match=r"lacks 'optimizer\.dense_arch.*\.sum'.* has 'optimizer.*\.exp_avg'"):
-        TrainingState(other, dense_optimizer(other, config)).load(folder)
+        TrainingState(other).load(folder)
 
 
 def test_training_learns_and_is_the_same_to_the_bit_when_repeated():

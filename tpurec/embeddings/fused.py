@@ -76,6 +76,9 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         # Tables of a TPU are initialised on the CPU: the same seed gives the same tables everywhere.
         built_on = torch.device("cpu") if device.type == "tpu" else device
         self._learning_rate = torch.tensor(float(optimizer.lr), dtype=torch.float32, device=built_on)
+        # What makes autograd run the backward pass. A weight would do, but it is a view of its storage: both would be
+        # inputs of a compiled step, which torch then hands over as one flat tensor, and that is not donated.
+        self._trigger = torch.zeros((), device=built_on, requires_grad=True)
         self._stacks = _build_stacks(tables, optimizer, built_on)
         self._embedding_names = [name for names in get_embedding_names_by_table(tables) for name in names]
         self._length_per_key = [table.embedding_dim for table in tables for _ in table.feature_names]
@@ -111,7 +114,8 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 for number, table in enumerate(stack.tables)
                 if not self.embedding_bags[table.name].weight.requires_grad
             ]
-            outputs.append(fused_lookup(stack, ids, self._trigger(stack), self._learning_rate, frozen))
+            trigger = self._trigger if len(frozen) < len(stack.tables) else self._trigger.detach()
+            outputs.append(fused_lookup(stack, ids, trigger, self._learning_rate, frozen))
         return KeyedTensor(
             keys=self._embedding_names, length_per_key=self._length_per_key, values=self._arrange(outputs)
         )
@@ -207,18 +211,13 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             for key, target in own.items():
                 target.copy_(state[key])
 
-    def update_triggers(self) -> list[Tensor]:
-        """The tensors whose gradient one has to ask of `torch.autograd.grad` so that the tables are updated.
+    def update_trigger(self) -> Tensor:
+        """The tensor whose gradient one has to ask of `torch.autograd.grad` so that the tables are updated.
 
         Returns:
-            One weight per storage that is trained; its gradient is always None.
+            A scalar; its gradient is always None.
         """
-        triggers = (self._trigger(stack) for stack in self._stacks)
-        return [trigger for trigger in triggers if trigger.requires_grad]
-
-    def _trigger(self, stack: TableStack) -> Tensor:
-        weights = [self.embedding_bags[table.name].weight for table in stack.tables]
-        return next((weight for weight in weights if weight.requires_grad), weights[0])
+        return self._trigger
 
     def _arrange(self, outputs: list[Tensor]) -> Tensor:
         if self._columns is None:
@@ -250,6 +249,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         # Moving the parameters one by one would copy every view and cut it off from its storage.
         for stack in self._stacks:
             stack.apply(fn)
+        self._trigger = fn(self._trigger.detach()).requires_grad_()
         moved = fn(self._learning_rate)
         self._learning_rate = self._learning_rate.to(moved.device) if moved.dtype != torch.float32 else moved
         self._tie_weights()

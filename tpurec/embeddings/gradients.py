@@ -32,7 +32,7 @@ def dense_gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
     """
     dense = {name: parameter for name, parameter in named_dense_parameters(model) if parameter.requires_grad}
     # Autograd runs only what leads to the tensors asked for: without these the tables would not be updated.
-    triggers = [weight for _, collection in fused_collections(model) for weight in collection.update_triggers()]
+    triggers = [collection.update_trigger() for _, collection in fused_collections(model)]
     found = torch.autograd.grad(loss, [*dense.values(), *triggers], allow_unused=True)
     pairs = zip(dense, found[: len(dense)], strict=True)
     return {name: gradient for name, gradient in pairs if gradient is not None}

@@ -29,13 +29,14 @@ class DeviceConfig:
         if not 0 <= self.threads <= MAX_THREADS:  # beyond what the system allows, torch ends the process
             raise ValueError(f"threads = {self.threads}: must be 0 (all cores) to {MAX_THREADS}")
 
-    def num_threads(self, reader_workers: int) -> int:
+    def num_threads(self, reader_workers: int, processes: int = 1) -> int:
         """Return the number of threads to use, with 0 resolved.
 
         Args:
-            reader_workers: threads that read ahead of the step.
+            reader_workers: threads of each process that read ahead of the step.
+            processes: training processes that share this machine.
 
         Returns:
             1 or more.
         """
-        return self.threads or max(1, len(os.sched_getaffinity(0)) - reader_workers)
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // processes - reader_workers)

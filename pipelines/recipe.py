@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from pipelines.device import DeviceConfig
 from pipelines.reading import DataConfig
@@ -13,17 +12,7 @@ from pipelines.train_loop import TrainConfig
 from tpurec.config import apply_overrides, from_mapping, read_toml
 from tpurec.models.config import ModelConfig, TablesConfig
 from tpurec.sharding.checkpoint import CheckpointConfig
-
-
-@dataclass(frozen=True)
-class ShardingConfig:
-    """How the tables are spread.
-
-    Args:
-        num_workers: training processes; 1, because sharded training is not built yet.
-    """
-
-    num_workers: Literal[1] = 1
+from tpurec.sharding.config import ShardingConfig
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,10 @@ def test_a_resolved_recipe_reads_back_to_itself(recipe_file, tmp_path):
         ("train.seed=99999999999999999999", r"seed = 99999999999999999999"),
         ("train.epochs=true", r"train.epochs = True"),
         ('train.batch_size="64"', r"train.batch_size = '64'"),
-        ("sharding.num_workers=2", r"sharding\.num_workers = 2"),
+        ("sharding.num_workers=-1", r"num_workers = -1: must be 0 \(no sharding\), 1 or more"),
+        ("sharding.slice=v6e-17", r"slice = 'v6e-17'"),
+        ("sharding.wire_dtype=int8", r"sharding\.wire_dtype = 'int8'"),
+        ("sharding.constraints.user.pinned=row_wise", r"unknown key 'sharding\.constraints\.user\.pinned'"),
         ("checkpoint.keep_last=0", r"every_steps and keep_last must be 1 or more"),
         ("export.examples=0", r"examples = 0"),
     ],
@@ -93,3 +96,10 @@ def test_the_page_about_training_lists_every_key_with_its_default():
     for key, text in written.items():
         value = None if text.strip() in ("", "none") else tomllib.loads(f"value = {text}")["value"]
         assert value == known[key], key
+
+
+def test_the_workers_must_be_as_many_as_the_slice_has_ranks(recipe_file):
+    assert read_recipe(recipe_file, ["sharding.slice=v6e-16"]).sharding.num_ranks == 16
+    assert read_recipe(recipe_file, ["sharding.num_workers=3"]).sharding.topology.name == "cpu-3"
+    with pytest.raises(ConfigError, match=r"num_workers = 4, but slice = 'v6e-16' has 16 ranks"):
+        read_recipe(recipe_file, ["sharding.slice=v6e-16", "sharding.num_workers=4"])

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpurec.config import apply_overrides, from_mapping, read_toml
 from tpurec.errors import ConfigError
 from tpurec.models.factory import load_factory
 from tpurec.sharding.assumptions import Assumptions
+from tpurec.sharding.config import ShardingConfig
 from tpurec.sharding.measure import measure
 from tpurec.sharding.tables import FeatureSpec, TableList, TableSpec, from_table_mapping, read_tables
+
+if TYPE_CHECKING:
+    from tpurec.features.schema import Schema
+    from tpurec.models.config import ModelConfig, TablesConfig
 
 RECIPE_SECTIONS = {"model", "data", "tables", "train", "device", "sharding", "checkpoint", "export"}
 
@@ -69,8 +74,6 @@ def _from_list(path: Path, overrides: list[str]) -> TableList:
 def _from_recipe(path: Path, overrides: list[str]) -> TableList:
     from tpurec.features.schema import Schema
     from tpurec.models.config import ModelConfig, TablesConfig
-    from tpurec.models.dense_size import dense_parameters
-    from tpurec.models.tables import table_specs
 
     mapping = apply_overrides(read_toml(path), overrides)
     unknown = sorted(mapping.keys() - RECIPE_SECTIONS)
@@ -82,6 +85,32 @@ def _from_recipe(path: Path, overrides: list[str]) -> TableList:
     model = from_mapping(ModelConfig, mapping.get("model", {}), f"{path} [model]")
     tables = from_mapping(TablesConfig, mapping.get("tables", {}), f"{path} [tables]")
     schema = Schema.load(mapping["data"]["schema"]) if mapping["data"].get("schema") else _schema_of(mapping, path)
+    batch_size = mapping.get("train", {}).get("batch_size")
+    sharding = from_mapping(ShardingConfig, mapping.get("sharding", {}), f"{path} [sharding]")
+    return recipe_tables(model, tables, sharding, schema, batch_size if isinstance(batch_size, int) else None)
+
+
+def recipe_tables(
+    model: ModelConfig, tables: TablesConfig, sharding: ShardingConfig, schema: Schema, batch_size: int | None
+) -> TableList:
+    """Put the sections of a recipe together to what the planner takes.
+
+    Args:
+        model: the section [model].
+        tables: the section [tables].
+        sharding: the section [sharding].
+        schema: of the data.
+        batch_size: rows of a global batch; None if the recipe does not say.
+
+    Returns:
+        Tables with their constraints, assumptions and batch size.
+
+    Raises:
+        ConfigError: an override or constraint that no table can have.
+    """
+    from tpurec.models.dense_size import dense_parameters
+    from tpurec.models.tables import table_specs
+
     specs = table_specs(tables, schema)
     weighted = {feature.name for feature in schema.sparse if feature.weights}
     found = tuple(
@@ -100,8 +129,7 @@ def _from_recipe(path: Path, overrides: list[str]) -> TableList:
     parameters = dense_parameters(model, len(schema.dense), len(schema.sparse), specs[0].embedding_dim) if specs else 0
     if parameters is not None:
         known["dense_parameters"] = parameters
-    batch_size = mapping.get("train", {}).get("batch_size")
-    return TableList(found, Assumptions(**known), batch_size if isinstance(batch_size, int) else None)
+    return TableList(sharding.constrain(found), Assumptions(**known), batch_size)
 
 
 def _schema_of(mapping: dict[str, Any], path: Path) -> Any:

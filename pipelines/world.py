@@ -1,0 +1,116 @@
+"""The processes that train together: their ranks, process groups, and the few words they exchange on the host.
+
+Every thread that calls collectives has a group of its own: on one group all ranks must call in the same order, which
+holds within a thread but not between threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+# A rank may wait for another's checkpoint or slow disk; one that waits longer waits for a process that is stuck.
+# (torch's own limit is 30 minutes.)
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of the processes that train together.
+
+    Args:
+        rank: 0 to size - 1; rank 0 logs, and writes everything but its peers' pieces of checkpoints.
+        size: processes.
+        device_group: of the step's collectives; None without other processes.
+        host_group: gloo, of the main thread.
+        train_group: gloo, of the thread that prepares training batches.
+        evaluation_group: gloo, of the thread that prepares batches of evaluation.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device_group: ProcessGroup | None = None
+    host_group: ProcessGroup | None = None
+    train_group: ProcessGroup | None = None
+    evaluation_group: ProcessGroup | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Give every rank what each of them has; all ranks call this together, in their main threads.
+
+        Args:
+            value: plain JSON values.
+
+        Returns:
+            The values by rank.
+        """
+        encoded = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        return [json.loads(part.tobytes()) for part in self.gather_arrays(encoded)]
+
+    def gather_arrays(self, array: np.ndarray) -> list[np.ndarray]:
+        """Give every rank the arrays of all; all ranks call this together, in their main threads.
+
+        Args:
+            array: one-dimensional; of the same dtype on all ranks, of any length.
+
+        Returns:
+            The arrays by rank.
+        """
+        if self.host_group is None:
+            return [array]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(array)]), group=self.host_group)
+        longest = max(int(length) for length in lengths)
+        if longest == 0:
+            return [array for _ in lengths]
+        padded = np.zeros(longest, dtype=array.dtype)
+        padded[: len(array)] = array
+        parts = [torch.empty(longest * array.itemsize, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(parts, torch.from_numpy(padded.view(np.uint8)), group=self.host_group)
+        return [part.numpy().view(array.dtype)[: int(length)] for part, length in zip(parts, lengths, strict=True)]
+
+
+SINGLE = World()
+
+
+@contextmanager
+def joined(rank: int, size: int, init_method: str, backend: str = "gloo") -> Iterator[World]:
+    """Join the world, and leave it at the end of the block.
+
+    Args:
+        rank: of this process.
+        size: of the world.
+        init_method: where the ranks meet, such as `file:///tmp/x/store`; the file must be fresh.
+        backend: of the step's collectives: `gloo`, or `tpu_dist` on a slice.
+
+    Yields:
+        The world.
+    """
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT)
+    try:
+        yield current_world()
+    finally:
+        dist.destroy_process_group()
+
+
+def current_world() -> World:
+    """Make the host groups of a process group that exists; all ranks call this together.
+
+    Returns:
+        The world of `torch.distributed`'s default group.
+    """
+    groups = [dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(3)]
+    return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, *groups)

@@ -1,8 +1,8 @@
-"""Checkpoints of a training run: `torch.distributed.checkpoint`, safetensors storage, a JSON manifest; no pickle.
+"""Checkpoints of a training run: safetensors files and a JSON manifest, written by all ranks; no pickle.
 
-A checkpoint is a folder `step-00001234` with safetensors files and `manifest.json`: the files with sizes and SHA-256,
-the tensors with dtypes and shapes, and the caller's JSON state. It is written beside its place, synced, and renamed, so
-a folder of that name is always complete. Tensors are loaded in place; one missing or one too many is an error.
+A checkpoint is a folder `step-00001234` with one safetensors file a rank and `manifest.json` (`checkpoint_manifest`).
+It is written beside its place, synced, and renamed, so a folder of that name is always complete. `docs/checkpoints.md`
+has the format; `checkpoint_load.load_checkpoint` loads it on any number of ranks.
 """
 
 from __future__ import annotations
@@ -11,28 +11,35 @@ import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from tpurec.errors import TpurecError
-from tpurec.sharding.safetensors_storage import SafetensorsReader, SafetensorsWriter, sha256_of
+from tpurec.atomic import write_text
+from tpurec.sharding.checkpoint_load import load_checkpoint, verify_checkpoint
+from tpurec.sharding.checkpoint_manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    CheckpointError,
+    CheckpointManifest,
+    manifest_text,
+    read_manifest,
+)
+from tpurec.sharding.checkpoint_part import RankPart, merge, stored_tensors
+from tpurec.sharding.checkpoint_ranks import Ranks
+from tpurec.sharding.pieces import TensorPiece
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+SECONDS_BETWEEN_LINES = 30.0  # of progress
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
-
-
-class CheckpointError(TpurecError):
-    """A checkpoint that cannot be read, or does not fit the model and optimizers it is loaded into."""
 
 
 @dataclass(frozen=True)
@@ -42,96 +49,204 @@ class CheckpointConfig:
     Args:
         every_steps: steps between checkpoints; a killed run loses at most so many.
         keep_last: newest checkpoints to keep; the best one is kept besides.
+        asynchronous: copy what a rank writes into host memory (as much again as it writes) and train on while a
+            thread writes it.
     """
 
     every_steps: int = 1000
     keep_last: int = 2
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         if self.every_steps < 1 or self.keep_last < 1:
             raise ValueError("every_steps and keep_last must be 1 or more")
 
 
-@dataclass(frozen=True)
-class CheckpointManifest:
-    """What `manifest.json` of one checkpoint says.
-
-    Args:
-        folder: the checkpoint.
-        step: optimizer steps done.
-        score: how good it is, higher is better; None if it was not evaluated.
-        state: the caller's JSON state.
-        tensors: name to `dtype` and `shape`.
-        files: name to `bytes` and `sha256`.
-    """
-
-    folder: Path
-    step: int
-    score: float | None
-    state: dict[str, Any]
-    tensors: dict[str, dict[str, Any]]
-    files: dict[str, dict[str, Any]]
-
-
 class Checkpointer:
     """Saves checkpoints into one folder and keeps the last few and the best.
 
-    Only one process may own the folder; what a killed owner left half-written is removed.
+    Only one run may own the folder; what a killed owner left half-written is removed. Use it in a `with`, or call
+    `wait` at the end, if it is asynchronous.
 
     Args:
-        folder: holds the checkpoints; made if needed.
+        folder: holds the checkpoints; made if needed. All ranks see the same one.
         keep_last: newest checkpoints to keep; the best one is kept besides.
+        process_group: the ranks that save together; each of them makes a Checkpointer and calls `save` for the same
+            steps. None for this process alone.
+        asynchronous: let a thread write, at most one checkpoint at a time; `save` returns after a copy into host memory
+            of what this rank writes.
+        log: takes a line of progress now and then while a checkpoint takes long; rank 0's is called.
+
+    Raises:
+        OSError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, keep_last: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        asynchronous: bool = False,
+        log: Callable[[str], None] = lambda message: None,
+    ) -> None:
         self.folder = folder
         self.keep_last = keep_last
+        self._log = log
+        self._ranks = Ranks(process_group)
+        self._asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._cancelled = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(leftover)
+        if self._ranks.rank == 0:
+            for leftover in folder.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(leftover)
 
     def save(
-        self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], score: float | None = None
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+        score: float | None = None,
+        *,
+        pieces: Iterable[TensorPiece] = (),
     ) -> Path:
         """Write one checkpoint, then remove those that need not be kept.
 
         Args:
             step: optimizer steps done; names the checkpoint. One of the same step is replaced.
-            tensors: name to tensor; read before this returns.
-            state: everything else; plain JSON values, no NaN.
+            tensors: name to whole tensor, alike on every rank: rank 0's are written. Read before this returns.
+            state: everything else; plain JSON values, no NaN. Rank 0's is written.
             score: how good it is, higher is better; None if it was not evaluated.
+            pieces: what this rank holds of tensors that are spread over ranks. Read before this returns.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; if asynchronous, it appears later.
 
         Raises:
-            CheckpointError: it cannot be written, such as on a full disk; nothing is left of it then.
+            CheckpointError: it cannot be written, such as on a full disk, or another rank could not write its part;
+                nothing is left of it then. If asynchronous, the one before could not.
         """
+        self.wait()
+        text = json.dumps(dict(state), allow_nan=False)
         final = self.folder / f"step-{step:08d}"
-        unfinished = self.folder / f"{_UNFINISHED}{final.name}"
-        unfinished.mkdir()
+        part: RankPart | None = None
+        problem: BaseException | None = None
         try:
-            writer = SafetensorsWriter(unfinished)
-            with _one_process(f"{final}: cannot be written"):
-                dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
-            manifest = {
-                "version": FORMAT_VERSION,
-                "step": step,
-                "score": score,
-                "state": dict(state),
-                "files": writer.files,
-                "tensors": {name: _describe(tensor) for name, tensor in tensors.items()},
-            }
-            _write_synced(unfinished / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False))
-            _sync_folder(unfinished)
+            part = RankPart(self._ranks.rank, tensors, pieces)
+            if self._asynchronous:
+                part.snapshot()
+        except BaseException as error:
+            problem = error  # raised once the other ranks know of it, which would else wait for this one
+
+        def describe() -> dict[str, Any]:
+            if part is None or problem is not None:
+                raise problem or AssertionError
+            return {"step": step, **part.describe()}
+
+        def write() -> None:
+            self._write(final, part, describe, lambda *stored: manifest_text(step, score, text, *stored))
+
+        if self._asynchronous:
+            self._start(write)
+            if problem is not None and not isinstance(problem, Exception):  # an interrupt
+                raise problem
+        else:
+            write()
+        return final
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in flight is complete; nothing to do if there is none.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Wait for the checkpoint in flight; after an error or an interrupt, give it up."""
+        if kind is None:
+            self.wait()
+            return
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = self._failure = None
+
+    def _start(self, write: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._failure = error  # raised by the next `save` or `wait`
+
+        # Not a daemon: a process that ends without `wait` still completes what it has begun.
+        self._thread = threading.Thread(target=run, name="checkpoint")
+        self._thread.start()
+
+    def _write(
+        self,
+        final: Path,
+        part: RankPart | None,
+        describe: Callable[[], dict[str, Any]],
+        manifest: Callable[..., str],
+    ) -> None:
+        """Write one checkpoint, all ranks together; rank 0 begins and finishes it."""
+        what = f"{final}: cannot be written"
+        unfinished = self.folder / f"{_UNFINISHED}{final.name}"
+        merged = {}
+
+        def begin(descriptions: list[dict[str, Any]]) -> None:
+            steps = {description["step"] for description in descriptions}
+            if len(steps) > 1:
+                raise CheckpointError(f"the ranks are at different steps, {sorted(steps)}")
+            merged.update(merge(descriptions))
+            _check_space(self.folder, sum(description["bytes"] for description in descriptions))
+            unfinished.mkdir()
+
+        def finish(written: list[dict[str, Any] | None]) -> None:
+            tensors, files = stored_tensors(merged, written)
+            write_text(unfinished / MANIFEST, manifest(self._ranks.size, tensors, files))
             self._remove(final)
             unfinished.rename(final)
+            _sync_folder(self.folder)
+            self._prune()
+
+        try:
+            self._ranks.together(what, describe, begin)
+            assert part is not None, "describe would have raised"
+            self._ranks.together(what, lambda: part.write(unfinished, self._progress(final, part.num_bytes)), finish)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            if self._ranks.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        _sync_folder(self.folder)
-        self._prune()
-        return final
+
+    def _progress(self, final: Path, total: int) -> Callable[[int], None]:
+        started = said = time.monotonic()
+        done = 0
+
+        def progress(num_bytes: int) -> None:
+            nonlocal done, said
+            if self._cancelled.is_set():
+                raise CheckpointError("given up, because the run ended")
+            done += num_bytes
+            now = time.monotonic()
+            if self._ranks.rank == 0 and now - said >= SECONDS_BETWEEN_LINES:
+                said = now
+                of = f" by rank 0 of {self._ranks.size}" if self._ranks.size > 1 else ""
+                rate = done / (now - started) / 1e6
+                self._log(f"{final.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB written{of}, {rate:,.0f} MB/s")
+
+        return progress
 
     def _prune(self) -> None:
         kept = list_checkpoints(self.folder)
@@ -183,130 +298,13 @@ def best_checkpoint(folder: Path) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def read_manifest(folder: Path) -> CheckpointManifest:
-    """Read a checkpoint's manifest.
-
-    Args:
-        folder: the checkpoint.
-
-    Returns:
-        Its contents.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or its version is not known.
-    """
-    path = folder / MANIFEST
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        version = values["version"]
-        if version == FORMAT_VERSION:
-            keys = ("step", "score", "state", "tensors", "files")
-            return CheckpointManifest(folder, **{key: values[key] for key in keys})
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: not a checkpoint: it has no {MANIFEST}.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({error!r}).", _use_older(folder)) from None
-    raise CheckpointError(
-        f"{path}: format version {version}; this software reads version {FORMAT_VERSION}.", "Use a matching version."
-    )
-
-
-def load_checkpoint(
-    folder: Path, tensors: Mapping[str, torch.Tensor], *, only: str = "", verify: bool = True
-) -> CheckpointManifest:
-    """Load a checkpoint's tensors in place.
-
-    Args:
-        folder: the checkpoint.
-        tensors: name to the tensor that is overwritten.
-        only: load just the names with this prefix, such as `model.`; others in the checkpoint are left alone.
-        verify: compare the files' SHA-256 first.
-
-    Returns:
-        The manifest, with the JSON state.
-
-    Raises:
-        CheckpointError: names of checkpoint and `tensors` differ, a shape or dtype differs, or a file is damaged;
-            nothing was loaded then.
-    """
-    manifest = read_manifest(folder)
-    stored = {name: entry for name, entry in manifest.tensors.items() if name.startswith(only)}
-    _check_names(folder, stored, tensors)
-    for name, tensor in tensors.items():
-        wanted, there = _describe(tensor), stored[name]
-        if wanted != there:
-            raise CheckpointError(
-                f"{folder}: {name!r} is {there['dtype']} {there['shape']}, "
-                f"here it is {wanted['dtype']} {wanted['shape']}.",
-                "Load it with the recipe and schema it was trained with.",
-            )
-    _check_files(manifest, verify)
-    with _one_process(f"{folder}: cannot be read"):
-        dcp.load(dict(tensors), storage_reader=SafetensorsReader(folder), no_dist=True)
-    return manifest
-
-
-@contextmanager
-def _one_process(problem: str) -> Iterator[None]:
-    """Call DCP without a process group; undo its wrapping of what went wrong, an interrupt included."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:  # a BaseException
-        cause = next(iter(error.failures.values()))[0]
-        if not isinstance(cause, Exception):
-            raise cause from None
-        raise CheckpointError(f"{problem}: {cause}.") from cause
-
-
-def _check_names(folder: Path, stored: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    missing, extra = sorted(tensors.keys() - stored.keys()), sorted(stored.keys() - tensors.keys())
-    if missing or extra:
-        parts = [f"lacks {_listed(missing)}"] if missing else []
-        parts += [f"has {_listed(extra)}, which nothing here takes"] if extra else []
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
         raise CheckpointError(
-            f"{folder}: the checkpoint {' and '.join(parts)}.",
-            "Load it with the model, tables and optimizers it was trained with.",
+            f"it needs {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free",
+            "Free some space, lower checkpoint.keep_last, or give another folder.",
         )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _check_files(manifest: CheckpointManifest, verify: bool) -> None:
-    for name, entry in manifest.files.items():
-        path = manifest.folder / name
-        if (
-            Path(name).name != name or path.is_symlink()
-        ):  # a checkpoint may come from elsewhere: nothing outside is read
-            raise CheckpointError(
-                f"{manifest.folder}: the file {name!r} of its manifest lies outside of it.",
-                _use_older(manifest.folder),
-            )
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry["bytes"]:
-            found = "missing" if size is None else f"{size} bytes"
-            raise CheckpointError(f"{path}: {found}, {entry['bytes']} bytes are expected.", _use_older(manifest.folder))
-        if verify and sha256_of(path) != entry["sha256"]:
-            raise CheckpointError(f"{path}: its contents changed since it was written.", _use_older(manifest.folder))
-
-
-def _use_older(folder: Path) -> str:
-    return f"Remove the folder {folder} to go on from an older checkpoint."
-
-
-def _describe(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -315,3 +313,18 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "CheckpointConfig",
+    "CheckpointError",
+    "CheckpointManifest",
+    "Checkpointer",
+    "best_checkpoint",
+    "list_checkpoints",
+    "load_checkpoint",
+    "read_manifest",
+    "verify_checkpoint",
+]

@@ -1,8 +1,10 @@
-"""Storage of `torch.distributed.checkpoint` in safetensors files, written and read piece by piece.
+"""Safetensors files, written and read block by block, with a checksum a block.
 
-PyTorch's own `hf_storage` has the format right, and its reader reads what is written here, but it builds a whole file
-in memory before it writes, and reads a whole tensor before it copies: a second copy of every table. These two
-subclasses move `PIECE_BYTES` at a time, and the writer takes the checksum on the way.
+A block is whole rows, `BLOCK_BYTES` at most (one row at least): what a process holds in memory beyond its tensors, and
+what one checksum covers, so that a rank verifies all it reads and reads nothing else.
+`torch.distributed.checkpoint` serves here no longer: a chunk of its metadata is a box of adjacent rows, and the modulo
+rule gives a rank every n-th row, which would be one chunk a row. Files of whole tensors carry the metadata that its
+`HuggingFaceStorageReader` asks for, so that PyTorch reads a checkpoint of one process.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._hf_utils import (
     CUSTOM_METADATA_KEY,
     DCP_VERSION_KEY,
@@ -24,12 +27,9 @@ from torch.distributed.checkpoint._hf_utils import (
     HF_DCP_VERSION,
     SAVED_OFFSETS_KEY,
 )
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-PIECE_BYTES = 16 << 20
+BLOCK_BYTES = 16 << 20
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 # https://huggingface.co/docs/safetensors/index#format
 SAFETENSORS_DTYPES = {
@@ -46,71 +46,225 @@ SAFETENSORS_DTYPES = {
 }
 
 
-class SafetensorsWriter(HuggingFaceStorageWriter):
-    """Writes one safetensors file a rank, and keeps size and SHA-256 of every file in `files`.
+@dataclass(frozen=True)
+class WrittenFile:
+    """What was written.
 
     Args:
-        folder: an existing folder.
+        num_bytes: of the file.
+        header_sha256: of everything before the data.
+        blocks: key to rows a block, and the blocks' SHA-256.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self.files: dict[str, dict[str, Any]] = {}
+    num_bytes: int
+    header_sha256: str
+    blocks: dict[str, tuple[int, list[str]]]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors (called by `torch.distributed.checkpoint.save`).
+
+def rows_per_block(tensor: torch.Tensor) -> int:
+    """How many rows of a tensor make a block.
+
+    Args:
+        tensor: any shape; one without dimensions is one row.
+
+    Returns:
+        1 or more.
+    """
+    row_bytes = tensor[:1].numel() * tensor.element_size() if tensor.dim() and tensor.numel() else 1
+    return max(1, BLOCK_BYTES // row_bytes)
+
+
+def header_of(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
+    """Lay out a file.
+
+    Args:
+        tensors: key to tensor.
+
+    Returns:
+        Everything before the data, and the keys in the order of the data.
+    """
+    # Large elements first, so that every tensor is aligned as the format asks.
+    order = sorted(tensors, key=lambda key: -tensors[key].element_size())
+    offsets = {key: {SAVED_OFFSETS_KEY: [0] * tensors[key].dim()} for key in order}
+    header: dict[str, Any] = {
+        "__metadata__": {
+            CUSTOM_METADATA_KEY: json.dumps(offsets),
+            DCP_VERSION_KEY: str(HF_DCP_VERSION),
+            FORMAT_KEY: FORMAT_VALUE,
+        }
+    }
+    position = 0
+    for key in order:
+        end = position + tensors[key].numel() * tensors[key].element_size()
+        header[key] = {
+            "dtype": SAFETENSORS_DTYPES[tensors[key].dtype],
+            "shape": list(tensors[key].shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, order
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], progress: Callable[[int], None] = lambda num_bytes: None
+) -> WrittenFile:
+    """Write one safetensors file and sync it, a block at a time.
+
+    Args:
+        path: a file that does not exist yet.
+        tensors: key to tensor; any device and strides.
+        progress: takes the bytes just written; what it raises ends the writing.
+
+    Returns:
+        Size and checksums.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header, order = header_of(tensors)
+    blocks: dict[str, tuple[int, list[str]]] = {}
+    with path.open("xb") as stream:
+        _write(stream, header)
+        for key in order:
+            tensor = tensors[key].detach()
+            rows = tensor if tensor.dim() else tensor.reshape(1)
+            step = rows_per_block(rows)
+            digests = []
+            for begin in range(0, rows.shape[0], step):
+                block = rows[begin : begin + step].cpu().contiguous().view(-1).view(torch.uint8)
+                view = memoryview(block.numpy())
+                digests.append(hashlib.sha256(view).hexdigest())
+                _write(stream, view)
+                progress(len(view))
+            blocks[key] = (step, digests)
+        stream.flush()
+        os.fsync(stream.fileno())
+        return WrittenFile(stream.tell(), hashlib.sha256(header).hexdigest(), blocks)
+
+
+def _write(stream: BinaryIO, data: bytes | memoryview) -> None:
+    stream.write(data)
+
+
+class SafetensorsFile:
+    """An open safetensors file; close it, or use it in a `with`.
+
+    Args:
+        path: the file; not a symbolic link.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: what is wrong with its header.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0)
+        try:
+            self.num_bytes = os.fstat(self._stream.fileno()).st_size
+            prefix = self._stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= length <= min(self.num_bytes - 8, MAX_HEADER_BYTES):
+                raise ValueError("it is no safetensors file: its header has no valid length")
+            text = self._stream.read(length)
+            self.header_sha256 = hashlib.sha256(prefix + text).hexdigest()
+            try:
+                self._entries = json.loads(text)
+                self._entries.pop("__metadata__", None)
+            except (ValueError, AttributeError, TypeError):
+                raise ValueError("it is no safetensors file: its header is not JSON") from None
+            self._data_start = 8 + length
+        except BaseException:
+            self._stream.close()
+            raise
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def keys(self) -> set[str]:
+        """What the file holds."""
+        return set(self._entries)
+
+    def find_problem(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
+        """Check that the file holds a tensor as expected.
 
         Args:
-            plan: what this rank writes.
-            planner: gives the tensors.
+            key: in the file.
+            dtype: expected.
+            shape: expected.
 
         Returns:
-            A finished future with one result a tensor; its `storage_data` is (file name, bytes, SHA-256).
+            None, or what is wrong.
         """
-        done: Future[list[WriteResult]] = Future()
-        name = f"rank-{plan.storage_data['shard_index'] - 1:05d}.safetensors"
-        size, digest = _write_file(Path(self.path) / name, plan.items, planner)
-        done.set_result([WriteResult(item.index, size, (name, size, digest)) for item in plan.items])
-        return done
+        entry = self._entries.get(key)
+        if entry is None:
+            return f"it lacks {key!r}"
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        try:
+            begin, end = entry["data_offsets"]
+            good = (entry["dtype"], tuple(entry["shape"])) == (SAFETENSORS_DTYPES[dtype], shape)
+            good = good and begin >= 0 and end - begin == size and self._data_start + end <= self.num_bytes
+        except (KeyError, TypeError, ValueError):
+            good = False
+        return None if good else f"{key!r} is {entry}, expected is {SAFETENSORS_DTYPES[dtype]} {list(shape)}"
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Collect the files of all ranks (called on the coordinator); nothing is written.
+    def block(
+        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], first: int, stop: int, sha256: str | None
+    ) -> torch.Tensor:
+        """Read some rows.
 
         Args:
-            metadata: of the state dict.
-            results: what each rank's `write_data` returned.
+            key: in the file; `find_problem` has seen it.
+            dtype: of the tensor.
+            shape: of the tensor.
+            first: first row.
+            stop: the row behind the last.
+            sha256: of these rows; None to take them as they are.
+
+        Returns:
+            `[stop - first, ...]`, valid until the next call.
+
+        Raises:
+            ValueError: the rows are not those of the checksum, or the file ends before them.
         """
-        for rank_results in results:
-            for name, size, digest in {result.storage_data for result in rank_results}:
-                self.files[name] = {"bytes": size, "sha256": digest}
+        rows = torch.Size((stop - first, *shape[1:]))
+        row_bytes = dtype.itemsize * torch.Size(shape[1:]).numel()
+        num_bytes = rows.numel() * dtype.itemsize
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        view = memoryview(self._buffer.numpy())[:num_bytes]
+        position = self._data_start + self._entries[key]["data_offsets"][0] + first * row_bytes
+        self._stream.seek(position)
+        done = 0
+        while done < num_bytes:
+            got = self._stream.readinto(view[done:])
+            if not got:
+                raise ValueError(f"it ends within {key!r}")
+            done += got
+        if sha256 is not None and hashlib.sha256(view).hexdigest() != sha256:
+            raise ValueError(f"its contents changed since it was written: rows {first} to {stop} of {key!r}")
+        return self._buffer[:num_bytes].view(dtype).view(rows)
 
 
-class SafetensorsReader(HuggingFaceStorageReader):
-    """Reads what `SafetensorsWriter` wrote, in pieces.
+def blocks_of(num_rows: int, block_rows: int) -> Iterator[tuple[int, int, int]]:
+    """Number, first row and end of the blocks of a tensor.
 
     Args:
-        folder: the checkpoint's folder.
+        num_rows: of the tensor.
+        block_rows: rows a block.
+
+    Yields:
+        Number, first row, the row behind the last.
     """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-
-    def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
-        stored = f.get_slice(req.storage_index.fqn)
-        target = planner.resolve_tensor(req).detach()
-        begins = list(req.storage_offsets)
-        if target.size() != torch.Size(req.lengths):
-            raise ValueError(f"{req.storage_index.fqn}: {tuple(target.size())} is asked for, {req.lengths} is stored")
-        if target.dim() == 0:
-            target.copy_(stored[...])
-        else:
-            row_bytes = max(1, target[:1].numel() * target.element_size())
-            step = max(1, PIECE_BYTES // row_bytes)
-            rest = tuple(slice(b, b + n) for b, n in zip(begins[1:], target.shape[1:], strict=True))
-            for row in range(0, target.shape[0], step):
-                end = min(row + step, target.shape[0])
-                target[row:end].copy_(stored[(slice(begins[0] + row, begins[0] + end), *rest)])
-        planner.commit_tensor(req, target)
+    for number, first in enumerate(range(0, num_rows, block_rows)):
+        yield number, first, min(first + block_rows, num_rows)
 
 
 def sha256_of(path: Path) -> str:
@@ -124,47 +278,3 @@ def sha256_of(path: Path) -> str:
     """
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tuple[int, str]:
-    tensors = {item.index.fqn: planner.resolve_data(item).detach() for item in items}
-    # Large elements first, so that every tensor is aligned as the format asks.
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: list(item.index.offset or ())} for item in items}
-    for name in names:
-        offsets[name][SAVED_OFFSETS_KEY] = offsets[name][SAVED_OFFSETS_KEY] or [0] * tensors[name].dim()
-    header: dict[str, Any] = {
-        "__metadata__": {
-            CUSTOM_METADATA_KEY: json.dumps(offsets),
-            DCP_VERSION_KEY: str(HF_DCP_VERSION),
-            FORMAT_KEY: FORMAT_VALUE,
-        }
-    }
-    position = 0
-    for name in names:
-        end = position + tensors[name].numel() * tensors[name].element_size()
-        header[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("xb") as stream:
-        _write(stream, digest, struct.pack("<Q", len(text)) + text)
-        for name in names:
-            flat = tensors[name].contiguous().view(-1)
-            step = max(1, PIECE_BYTES // flat.element_size())
-            for begin in range(0, flat.numel(), step):
-                piece = flat[begin : begin + step].cpu().view(torch.uint8)
-                _write(stream, digest, memoryview(piece.numpy()))
-        stream.flush()
-        os.fsync(stream.fileno())
-        return stream.tell(), digest.hexdigest()
-
-
-def _write(stream: BinaryIO, digest: Any, piece: bytes | memoryview) -> None:
-    digest.update(piece)
-    stream.write(piece)

@@ -3,6 +3,7 @@
 RUN/recipe.toml      the resolved recipe
 RUN/schema.toml      the schema, the recipe's id policy applied
 RUN/data.json        fingerprints of the training and test data
+RUN/plan.json        the sharding plan, of a run with workers
 RUN/checkpoints/     the last ones and the best
 RUN/metrics.jsonl    one line a log or evaluation
 RUN/tensorboard/     the same as TensorBoard events
@@ -32,7 +33,8 @@ from tpurec.sharding.checkpoint import CheckpointManifest, best_checkpoint, list
 if TYPE_CHECKING:
     from torch import nn
 
-# Keys that may differ between the run and its resumption: they change no number of it, or are compared by content.
+# Keys that may differ between the run and its resumption: they change no number of it (workers and plan: but by
+# rounding), or are compared by content.
 FREE_KEYS = (
     "data.train",
     "data.test",
@@ -42,7 +44,11 @@ FREE_KEYS = (
     "checkpoint.every_steps",
     "checkpoint.keep_last",
     "export.examples",
+    "sharding.num_workers",
+    "sharding.slice",
+    "sharding.plan",
 )
+FREE_SECTION = "sharding.constraints."
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,11 @@ class Run:
     def data_file(self) -> Path:
         """Fingerprints of the data."""
         return self.path / "data.json"
+
+    @property
+    def plan_file(self) -> Path:
+        """The sharding plan."""
+        return self.path / "plan.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -101,8 +112,11 @@ class Run:
         return _read_json(self.result_file)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[int]:
         """Hold the folder's lock; the system frees it when the process ends, however it ends.
+
+        Yields:
+            The lock's file descriptor. A process that inherits it holds the lock, too.
 
         Raises:
             TpurecError: another process trains into this folder.
@@ -115,7 +129,7 @@ class Run:
                 raise TpurecError(
                     f"{self.path}: another process is training into this RUN.", "Wait for it, or give another --out."
                 ) from None
-            yield
+            yield stream.fileno()
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Refuse a recipe that would make other numbers than those the folder already holds.
@@ -138,7 +152,8 @@ class Run:
                 )
             return
         before, now = _flat(dataclasses.asdict(read_recipe(self.recipe_file))), _flat(dataclasses.asdict(recipe))
-        changed = [key for key in sorted(before | now) if before.get(key) != now.get(key) and key not in FREE_KEYS]
+        differ = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+        changed = [key for key in differ if key not in FREE_KEYS and not key.startswith(FREE_SECTION)]
         if changed:
             shown = "; ".join(f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3])
             more = f"; and {len(changed) - 3} more" if len(changed) > 3 else ""

@@ -96,6 +96,7 @@ def _measure_steps(overrides: list[str], rounds: int) -> tuple[float, float, dic
     import torch
 
     from pipelines.engine_local import LocalSource
+    from pipelines.feed import DeviceFeed
     from pipelines.recipe import read_recipe
     from pipelines.source import find_data
     from pipelines.step import TrainStep, torch_optimizer
@@ -107,7 +108,8 @@ def _measure_steps(overrides: list[str], rounds: int) -> tuple[float, float, dic
     source = LocalSource(recipe, find_data(recipe))
     threads = recipe.device.num_threads(recipe.data.reader_workers)
     torch.set_num_threads(threads)
-    packed = [item.packed for item in islice(source.train(0, 0), STEPS)]
+    batches = list(DeviceFeed()(islice(source.train(0, 0), STEPS)))
+    packed = [ready.item.packed for ready in batches]
     optimizer = table_optimizer(recipe.tables)
     model = build_model(recipe.model, recipe.tables, source.data.schema, optimizer=optimizer)
     config = recipe.train
@@ -124,7 +126,7 @@ def _measure_steps(overrides: list[str], rounds: int) -> tuple[float, float, dic
     times: dict[str, list[float]] = {"bare": [], "torchrec": []}
     steps: dict[str, Callable[[int], None]] = {
         # As in `TrainLoop.run`: the move from arrays to tensors is part of the step.
-        "bare": lambda number: loop.step(packed[number], position),
+        "bare": lambda number: loop.step(batches[number], position),
         "torchrec": lambda number: torchrec_step(ready[number]),
     }
     for step in steps.values():

@@ -1,4 +1,4 @@
-"""`--engine local`: everything in this process; threads read ahead of the step."""
+"""`--engine local`: everything in this process, or in one of several like it; threads read ahead of the step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class LocalSource(Source):
             first_batch: number of the first batch wanted of the first pass.
 
         Yields:
-            The batches.
+            The batches, or this rank's shares of them.
         """
-        yield from read_batches(self.reader(part), passes, ladder, self.recipe.data.reader_workers, first_batch)
+        workers = self.recipe.data.reader_workers
+        yield from read_batches(self.reader(part), passes, ladder, workers, first_batch, self.share)
 
 
 def train_local(run: Run, source: LocalSource, reporter: Reporter) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pipelines.ray_session import ray_session
 from pipelines.reading import Reader, SourceBatch, pack_window
 from pipelines.recipe import Recipe
 from pipelines.run import Run
+from pipelines.shares import Share
 from pipelines.source import Part, RunData, Source
 from tpurec.errors import TpurecError
 from tpurec.extras import require
@@ -49,15 +50,15 @@ class RaySource(Source):
             The batches.
         """
         for one_pass in passes:
-            yield from _read_pass(self.reader(part), one_pass, ladder, first_batch)
+            yield from _read_pass(self.reader(part), one_pass, ladder, first_batch, self.share)
             first_batch = 0
 
 
-def _read_pass(reader: Reader, one_pass: Pass, ladder: Ladder, first_batch: int) -> Iterator[SourceBatch]:
+def _read_pass(reader: Reader, one_pass: Pass, ladder: Ladder, first_batch: int, share: Share) -> Iterator[SourceBatch]:
     import ray.data
 
     def read(item: dict[str, Any]) -> list[dict[str, Any]]:
-        window = one_pass.window(int(item["window"]))
+        window = share.of(one_pass.window(int(item["window"])))
         return [_to_row(batch) for batch in pack_window(reader.columns(window), window, ladder, first_batch)]
 
     windows = range(first_batch // one_pass.batches_per_window, one_pass.num_windows)
@@ -75,12 +76,12 @@ def _read_pass(reader: Reader, one_pass: Pass, ladder: Ladder, first_batch: int)
 
 def _to_row(batch: SourceBatch) -> dict[str, Any]:
     counts = None if batch.counts is None else json.dumps(dataclasses.asdict(batch.counts))
-    return {"packed": batch.packed.to_bytes(), "counts": counts}
+    return {"packed": batch.packed.to_bytes(), "counts": counts, "batch_rows": batch.num_rows}
 
 
 def _from_row(row: dict[str, Any]) -> SourceBatch:
     counts = None if row["counts"] is None else Counts(**json.loads(row["counts"]))
-    return SourceBatch(PackedBatch.from_bytes(row["packed"], copy=True), counts)
+    return SourceBatch(PackedBatch.from_bytes(row["packed"], copy=True), counts, row["batch_rows"])
 
 
 def train_ray(run: Run, recipe: Recipe, data: RunData, reporter: Reporter) -> dict[str, Any]:

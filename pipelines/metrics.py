@@ -6,7 +6,14 @@ the labels do not define is None, never a number that looks like one.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+from pipelines.shares import in_batch_order
+
+if TYPE_CHECKING:
+    from pipelines.world import World
 
 
 class PredictionLog:
@@ -28,6 +35,28 @@ class PredictionLog:
         self._logits.append(logits.astype(np.float32, copy=True))
         self._labels.append(labels.astype(np.float32, copy=True))
         self.rows += num_rows
+
+    def gathered(self, world: World) -> PredictionLog | None:
+        """Bring the rows of all ranks together, in the order of the batches; all ranks call this.
+
+        So the metrics' sums are taken in one order, whatever the number of ranks.
+
+        Args:
+            world: the ranks; each has added its share of the same batches.
+
+        Returns:
+            On rank 0 the log of all rows; None on the others.
+        """
+        empty = np.empty(0, dtype=np.float32)
+        sizes = world.collect_arrays(np.array([len(labels) for labels in self._labels], dtype=np.int64))
+        rows = world.collect_arrays(np.array([self.rows], dtype=np.int64))
+        columns = [world.collect_arrays(np.concatenate([empty, *parts])) for parts in (self._logits, self._labels)]
+        if sizes is None or rows is None:
+            return None
+        whole = PredictionLog()
+        logits, labels = (in_batch_order(column or [], sizes) for column in columns)
+        whole.add(logits, labels, int(sum(count.item() for count in rows)))
+        return whole
 
     def metrics(self) -> dict[str, float | int | None]:
         """Return the metrics of all rows added.

@@ -10,6 +10,7 @@ from typing import Literal
 from pipelines.order import Manifest, Order, Pass, natural_pass
 from pipelines.reading import Reader, SourceBatch, find_files, scan
 from pipelines.recipe import Recipe
+from pipelines.shares import WHOLE, Share
 from pipelines.train_loop import total_steps
 from tpurec.errors import DataError
 from tpurec.features import Ladder, Schema
@@ -51,14 +52,16 @@ class Source(ABC):
     Args:
         recipe: the resolved recipe.
         data: schema and manifests, checked.
+        share: of every batch; by default all of it.
 
     Raises:
         DataError: too few training rows.
     """
 
-    def __init__(self, recipe: Recipe, data: RunData) -> None:
+    def __init__(self, recipe: Recipe, data: RunData, share: Share = WHOLE) -> None:
         self.recipe = recipe
         self.data = data
+        self.share = share
         config = recipe.train
         try:
             self.order = Order(
@@ -86,7 +89,8 @@ class Source(ABC):
             batch: number in its epoch of the first batch.
 
         Yields:
-            Global batches of `train.batch_size` rows; the last of an epoch may be padded.
+            Global batches of `train.batch_size` rows, or this rank's shares of them; the last of an epoch may be
+            padded.
         """
         passes = (self.order.epoch(number) for number in range(epoch, self.recipe.train.epochs))
         yield from self.read("train", passes, self._ladder(self.recipe.train.batch_size), batch)
@@ -95,7 +99,7 @@ class Source(ABC):
         """Give the validation rows, each once.
 
         Yields:
-            Batches of `train.eval_batch_size` rows, the last padded.
+            Batches of `train.eval_batch_size` rows, or this rank's shares of them; the last padded.
         """
         size = self.recipe.train.eval_batch_size
         yield from self.read("train", [self.order.validation(size)], self._ladder(size), 0)
@@ -104,7 +108,7 @@ class Source(ABC):
         """Give the test rows, each once, in their order.
 
         Yields:
-            Batches of `train.eval_batch_size` rows, the last padded.
+            Batches of `train.eval_batch_size` rows, or this rank's shares of them; the last padded.
         """
         size = self.recipe.train.eval_batch_size
         yield from self.read("test", [natural_pass(self._manifest("test"), size)], self._ladder(size), 0)
@@ -141,7 +145,7 @@ class Source(ABC):
         return manifest
 
     def _ladder(self, batch_size: int) -> Ladder:
-        return Ladder.for_batch(batch_size)
+        return Ladder.for_batch(self.share.size(batch_size))
 
 
 def find_data(recipe: Recipe) -> RunData:

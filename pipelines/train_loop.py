@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from pipelines.feed import DeviceFeed, Feed, Ready
 from pipelines.reading import SourceBatch
 from pipelines.schedule import Decay, learning_rate_factor
 from pipelines.step import DenseOptimizer, TrainStep
-from tpurec.embeddings import to_torch
+from pipelines.tally import Tally
+from pipelines.world import SINGLE, World
 from tpurec.errors import TpurecError
-from tpurec.features import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -118,22 +119,38 @@ class Clock:
     """Where this process's time went, in seconds; not part of a checkpoint.
 
     Args:
-        rows: rows trained on in this process.
         wait_seconds: waiting for batches.
         step_seconds: training steps.
         other_seconds: validation, checkpoints and logs.
+        steady_rows: rows trained on in steps that compiled nothing.
+        steady_seconds: waiting for and training these.
     """
 
-    rows: int = 0
     wait_seconds: float = 0.0
     step_seconds: float = 0.0
     other_seconds: float = 0.0
+    steady_rows: int = 0
+    steady_seconds: float = 0.0
+
+    def add_step(self, rows: int, wait: float, step: float, compiled: bool) -> None:
+        """Count a step.
+
+        Args:
+            rows: trained on.
+            wait: seconds for the batch.
+            step: seconds in the step.
+            compiled: the step compiled a program: it says nothing about the steps to come.
+        """
+        self.wait_seconds += wait
+        self.step_seconds += step
+        if not compiled:
+            self.steady_rows += rows
+            self.steady_seconds += wait + step
 
     @property
     def rows_per_second(self) -> float:
-        """Rows trained on per second of reading and training, without validation and checkpoints."""
-        seconds = self.wait_seconds + self.step_seconds
-        return self.rows / seconds if seconds > 0 else 0.0
+        """Rows trained on per second of reading and training, without compilation, validation and checkpoints."""
+        return self.steady_rows / self.steady_seconds if self.steady_seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -165,6 +182,8 @@ class TrainLoop:
         table_learning_rate: of the tables, before the schedule's factor.
         batches_per_epoch: batches of an epoch.
         checkpoint_every_steps: steps between checkpoints.
+        feed: makes batches ready for the step; None moves them to the step's device.
+        world: the ranks, of which each has its share of every batch; all of them run the loop.
     """
 
     def __init__(
@@ -174,10 +193,15 @@ class TrainLoop:
         table_learning_rate: float,
         batches_per_epoch: int,
         checkpoint_every_steps: int,
+        feed: Feed | None = None,
+        world: World = SINGLE,
     ) -> None:
         self.config = config
         self.clock = Clock()
         self._step = step
+        self._feed = feed or DeviceFeed(step.device)
+        self._world = world
+        self._tally = Tally()  # of this rank's rows, since all were last added up
         self._table_learning_rate = table_learning_rate
         self._batches_per_epoch = batches_per_epoch
         self._checkpoint_every_steps = checkpoint_every_steps
@@ -197,33 +221,33 @@ class TrainLoop:
             TpurecError: the loss is not finite, or the batches end too early.
         """
         self._step.model.train()
-        source = iter(batches)
+        source = self._feed(batches)
         while not position.finished:
             started = time.perf_counter()
-            item = next(source, None)
-            if item is None:
+            ready = next(source, None)
+            if ready is None:
                 raise TpurecError(
                     f"the training data ended at step {position.step} of {self.total_steps}.",
                     "It must not change while a run is trained.",
                 )
             received = time.perf_counter()
-            self.step(item.packed, position)
-            self._advance(item, position)
+            self.step(ready, position)
+            self._advance(ready.item, position)
             if self._due(position):
                 self._read_losses(position)
+                self._add_up(position)
             stepped = time.perf_counter()
-            self.clock.wait_seconds += received - started
-            self.clock.step_seconds += stepped - received
-            self.clock.rows += item.packed.num_rows
-            callbacks.progress(item.packed.num_rows, self._last_loss)
+            self.clock.add_step(ready.item.num_rows, received - started, stepped - received, self._step.compiled)
+            callbacks.progress(ready.item.num_rows, self._last_loss)
             self._report(position, callbacks)
             self.clock.other_seconds += time.perf_counter() - stepped
+        source.close()  # which ends what is under way for later batches
 
-    def step(self, packed: PackedBatch, position: Position) -> None:
+    def step(self, ready: Ready, position: Position) -> None:
         """Do one optimizer step.
 
         Args:
-            packed: the batch.
+            ready: the batch.
             position: gives the step of the schedule; on the CPU its loss sums are updated, elsewhere they are later.
 
         Raises:
@@ -231,9 +255,8 @@ class TrainLoop:
         """
         factor = self._factor(position.step)
         self._step.set_learning_rates(self.config.learning_rate * factor, self._table_learning_rate * factor)
-        labelled = int(packed.valid.sum())
-        loss = self._step(to_torch(packed, self._step.device), labelled)
-        self._unread.append((position.step + 1, loss, labelled))
+        loss = self._step(ready.batch(), ready.num_labelled)
+        self._unread.append((position.step + 1, loss, ready.num_labelled))
         if self._step.device.type == "cpu":  # the step is done, reading costs nothing
             self._read_losses(position)
 
@@ -260,18 +283,16 @@ class TrainLoop:
         position.batch += 1
         if position.batch == self._batches_per_epoch:
             position.epoch, position.batch = position.epoch + 1, 0
-        position.rows_seen += item.packed.num_rows
-        position.missing_labels += item.packed.num_missing_labels
-        labels = item.packed.labels[item.packed.valid]
-        if len(labels):
-            low, high = position.label_range or (math.inf, -math.inf)
-            position.label_range = [min(low, float(labels.min())), max(high, float(labels.max()))]
-        if item.counts is not None:
-            for table, counts in item.counts.tables.items():
-                into = position.ids.setdefault(table, {})
-                for reason, number in counts.items():
-                    into[reason] = into.get(reason, 0) + number
+        position.rows_seen += item.num_rows
+        self._tally.count(item)
         position.finished = position.step >= self.total_steps
+
+    def _add_up(self, position: Position) -> None:
+        own, self._tally = self._tally, Tally()
+        total = Tally(position.missing_labels, position.label_range, position.ids)
+        for tally in self._world.gather_json(own.to_json()):
+            total.add(Tally(**tally))
+        position.missing_labels, position.label_range, position.ids = total.missing_labels, total.label_range, total.ids
 
     def _log_due(self, position: Position) -> bool:
         return position.step % self.config.log_every_steps == 0 or position.finished

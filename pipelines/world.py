@@ -60,6 +60,17 @@ class World:
         encoded = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         return [json.loads(part.tobytes()) for part in self.gather_arrays(encoded)]
 
+    def first_value(self, value: Any) -> Any:
+        """Give every rank what rank 0 has; all ranks call this together, in their main threads.
+
+        Args:
+            value: plain JSON values; ignored on the other ranks.
+
+        Returns:
+            Rank 0's value.
+        """
+        return self.gather_json(value if self.is_first else None)[0]
+
     def gather_arrays(self, array: np.ndarray) -> list[np.ndarray]:
         """Give every rank the arrays of all; all ranks call this together, in their main threads.
 
@@ -69,17 +80,38 @@ class World:
         Returns:
             The arrays by rank.
         """
+        return self._gathered(array, everywhere=True) or []
+
+    def collect_arrays(self, array: np.ndarray) -> list[np.ndarray] | None:
+        """Give rank 0 the arrays of all; all ranks call this together, in their main threads.
+
+        Args:
+            array: one-dimensional; of the same dtype on all ranks, of any length.
+
+        Returns:
+            The arrays by rank; None on the other ranks.
+        """
+        return self._gathered(array, everywhere=False)
+
+    def _gathered(self, array: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         if self.host_group is None:
             return [array]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(array)]), group=self.host_group)
         longest = max(int(length) for length in lengths)
+        takes = everywhere or self.is_first
         if longest == 0:
-            return [array for _ in lengths]
+            return [array for _ in lengths] if takes else None
         padded = np.zeros(longest, dtype=array.dtype)
         padded[: len(array)] = array
-        parts = [torch.empty(longest * array.itemsize, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, torch.from_numpy(padded.view(np.uint8)), group=self.host_group)
+        own = torch.from_numpy(padded.view(np.uint8))
+        parts = [torch.empty_like(own) for _ in range(self.size)] if takes else None
+        if everywhere:
+            dist.all_gather(parts, own, group=self.host_group)
+        else:
+            dist.gather(own, parts, dst=0, group=self.host_group)
+        if parts is None:
+            return None
         return [part.numpy().view(array.dtype)[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
 

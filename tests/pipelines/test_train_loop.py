@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pipelines.evaluation import evaluate
+from pipelines.feed import DeviceFeed
 from pipelines.reading import SourceBatch
 from pipelines.step import TrainStep, masked_log_loss, torch_optimizer
 from pipelines.train_loop import (
@@ -50,6 +51,10 @@ def a_loop(model, config=None, batches_per_epoch=10, every=1000, rate=0.1, step=
     return TrainLoop(step or a_step(model, config), config, rate, batches_per_epoch, every)
 
 
+def ready(packed):
+    return next(DeviceFeed()([SourceBatch(packed)]))
+
+
 def nothing(*_):
     return None
 
@@ -87,7 +92,7 @@ def test_padding_changes_nothing(rows):
     before = weights(models[0])
     for model, size in zip(models, (max(rows, 1), 32), strict=True):
         loop = a_loop(model)
-        loop.step(pack(columns, size, LADDER), Position())
+        loop.step(ready(pack(columns, size, LADDER)), Position())
     for name, tensor in weights(models[0]).items():
         torch.testing.assert_close(tensor, weights(models[1])[name], rtol=0, atol=1e-6)
         if rows == 0:
@@ -99,7 +104,7 @@ def test_rows_that_a_batch_does_not_look_up_stay_as_they_are():
     model = a_model()
     before = weights(model)
     packed = batches(1)[0].packed
-    a_loop(model).step(packed, Position())
+    a_loop(model).step(ready(packed), Position())
     for table in ("user", "item", "tags"):
         name = f"sparse_arch.embedding_bag_collection.embedding_bags.{table}.weight"
         touched = np.unique(packed.sparse[table].rows[packed.sparse[table].rows >= 0])
@@ -112,7 +117,7 @@ def test_the_first_adagrad_step_is_finite_with_accumulator_0_and_eps_1e_8():
     for optimizer in ("row_wise_adagrad", "adagrad"):
         tables = dataclasses.replace(TABLES, optimizer=optimizer, eps=1e-8)
         model = a_model(tables)
-        a_loop(model).step(batches(1)[0].packed, Position())
+        a_loop(model).step(ready(batches(1)[0].packed), Position())
         assert all(torch.isfinite(tensor).all() for tensor in weights(model).values())
 
 
@@ -250,7 +255,7 @@ def test_a_checkpoint_between_steps_changes_no_bit(tmp_path, optimizer, tables):
 def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path):
     """case 23"""
     step = a_step(a_model(), TrainConfig(batch_size=32))
-    a_loop(None, step=step).step(batches(1)[0].packed, Position())
+    a_loop(None, step=step).step(ready(batches(1)[0].packed), Position())
     folder = TrainingState(step).save(Checkpointer(tmp_path, 1), Position(step=1), None, {})
     other = a_step(a_model(), TrainConfig(optimizer="adagrad"))
     with pytest.raises(TpurecError, match=r"lacks 'optimizer\.dense_arch.*\.sum'.* has 'optimizer.*\.exp_avg'"):

@@ -95,7 +95,8 @@ class Checkpointer:
         self._log = log
         self._ranks = Ranks(process_group)
         self._asynchronous = asynchronous
-        self._thread: threading.Thread | None = None
+        # Whether the thread has ended. Not its `join`: interrupted in there, Python believes that it has (gh-90882).
+        self._ended: threading.Event | None = None
         self._failure: BaseException | None = None
         self._cancelled = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,9 +163,9 @@ class Checkpointer:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._ended is not None:
+            self._ended.wait()
+            self._ended = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -178,20 +179,29 @@ class Checkpointer:
             self.wait()
             return
         self._cancelled.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = self._failure = None
+        if self._ended is not None:
+            self._ended.wait()
+            self._ended = self._failure = None
+        self._cancelled.clear()
 
     def _start(self, write: Callable[[], None]) -> None:
+        ended = self._ended = threading.Event()
+
         def run() -> None:
             try:
                 write()
             except BaseException as error:
                 self._failure = error  # raised by the next `save` or `wait`
+            finally:
+                ended.set()
 
         # Not a daemon: a process that ends without `wait` still completes what it has begun.
-        self._thread = threading.Thread(target=run, name="checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=run, name="checkpoint")
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            self._ended = None
+            raise
 
     def _write(
         self,

@@ -74,11 +74,11 @@ def load_checkpoint(
         _check_fit(manifest, stored[piece.name], piece)
     _check_complete(manifest, {piece.name for piece in wanted})
     _check_folder(manifest)
-    work = _plan_reads(stored, wanted)
-    for file, reads in work.items():
-        with _opened(manifest, file, verify) as stream:
+    pieces_by_file = _by_file(manifest)
+    for file, reads in _plan_reads(stored, wanted).items():
+        with _opened(manifest, file, pieces_by_file[file], verify) as stream:
             for (name, piece), targets in reads.items():
-                _read(manifest, stream, name, stored[name], piece, targets, verify)
+                _read(stream, name, stored[name], piece, targets, verify)
     return manifest
 
 
@@ -97,12 +97,10 @@ def verify_checkpoint(folder: Path) -> CheckpointManifest:
     manifest = read_manifest(folder)
     _check_folder(manifest)
     _check_complete(manifest, manifest.tensors.keys())
-    for file in manifest.files:
-        with _opened(manifest, file, verify=True) as stream:
-            for name, tensor in manifest.tensors.items():
-                for piece in tensor.pieces:
-                    if piece.file == file:
-                        _read(manifest, stream, name, tensor, piece, None, verify=True)
+    for file, pieces in _by_file(manifest).items():
+        with _opened(manifest, file, pieces, verify=True) as stream:
+            for name, piece in pieces:
+                _read(stream, name, manifest.tensors[name], piece, None, verify=True)
     return manifest
 
 
@@ -167,17 +165,22 @@ def _plan_reads(
     return work
 
 
+def _by_file(manifest: CheckpointManifest) -> dict[str, list[tuple[str, StoredPiece]]]:
+    found: dict[str, list[tuple[str, StoredPiece]]] = {file: [] for file in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for piece in tensor.pieces:
+            found[piece.file].append((name, piece))
+    return found
+
+
 @contextmanager
-def _opened(manifest: CheckpointManifest, file: str, verify: bool) -> Iterator[SafetensorsFile]:
+def _opened(
+    manifest: CheckpointManifest, file: str, pieces: Iterable[tuple[str, StoredPiece]], verify: bool
+) -> Iterator[SafetensorsFile]:
     path, entry = manifest.folder / file, manifest.files[file]
     if verify and manifest.version == 1 and sha256_of(path) != entry["sha256"]:
         raise manifest.damaged(path, "its contents changed since it was written")
-    listed = {
-        key_in_file(name, tensor.shape, piece.region)
-        for name, tensor in manifest.tensors.items()
-        for piece in tensor.pieces
-        if piece.file == file
-    }
+    listed = {key_in_file(name, manifest.tensors[name].shape, piece.region) for name, piece in pieces}
     try:
         with SafetensorsFile(path) as stream:
             if extra := sorted(stream.keys() - listed):
@@ -190,7 +193,6 @@ def _opened(manifest: CheckpointManifest, file: str, verify: bool) -> Iterator[S
 
 
 def _read(
-    manifest: CheckpointManifest,
     stream: SafetensorsFile,
     name: str,
     tensor: StoredTensor,

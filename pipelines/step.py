@@ -25,6 +25,9 @@ class TrainStep:
             dense parameters, in the order of `named_dense_parameters`, and the loss at the end; it sums each of them
             over the workers, in place. None for one worker.
 
+    Attributes:
+        compiled: whether the last call compiled a program.
+
     Example:
         >>> step = TrainStep(model, torch_optimizer(model, "adam", 1e-3, 0.0))
         >>> step.set_learning_rates(dense=1e-3, tables=0.05)
@@ -40,6 +43,7 @@ class TrainStep:
         self.model = model
         self.dense_optimizer = dense_optimizer
         self.device = torch.device("cpu")
+        self.compiled = False
         self._reduce_gradients = reduce_gradients
         _make_state(dense_optimizer)
 

@@ -1,5 +1,6 @@
 """TorchRec-compatible embedding collections whose optimizer runs in the backward pass."""
 
+from tpurec.embeddings.deferred import deferred_tables
 from tpurec.embeddings.fuse import (
     dense_parameters,
     fuse,
@@ -21,6 +22,7 @@ __all__ = [
     "FusedEmbeddingBagCollection",
     "RowWiseAdagrad",
     "TorchBatch",
+    "deferred_tables",
     "dense_gradients",
     "dense_parameters",
     "fuse",

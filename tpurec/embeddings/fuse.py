@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
+from tpurec.embeddings.deferred import deferred_tables
 from tpurec.embeddings.fused import FusedEmbeddingBagCollection
 from tpurec.embeddings.optimizers import EmbeddingOptimizer
 from tpurec.errors import ConfigError, DataError
@@ -45,9 +47,10 @@ def fuse(model: nn.Module, optimizer: EmbeddingOptimizer) -> nn.Module:
 
 
 def _fused_copy(collection: EmbeddingBagCollection, optimizer: EmbeddingOptimizer) -> FusedEmbeddingBagCollection:
-    fused = FusedEmbeddingBagCollection(
-        collection.embedding_bag_configs(), optimizer, collection.is_weighted(), collection.device
-    )
+    with deferred_tables(False):  # the values are there
+        fused = FusedEmbeddingBagCollection(
+            collection.embedding_bag_configs(), optimizer, collection.is_weighted(), collection.device
+        )
     with torch.no_grad():
         for name, bag in collection.embedding_bags.items():
             weight = fused.embedding_bags[name].weight
@@ -99,14 +102,15 @@ def dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def set_learning_rate(model: nn.Module, lr: float) -> None:
-    """Set the learning rate of every fused collection of a model.
+    """Set the learning rate of every fused collection of a model, sharded ones included.
 
     Args:
         model: any module.
         lr: finite and >= 0.
     """
-    for _, collection in fused_collections(model):
-        collection.set_learning_rate(lr)
+    for module in model.modules():
+        if isinstance(module, EmbeddingBagCollectionInterface) and hasattr(module, "set_learning_rate"):
+            module.set_learning_rate(lr)
 
 
 def fused_optimizer_state_dict(model: nn.Module) -> dict[str, Tensor]:

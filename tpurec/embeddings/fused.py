@@ -12,6 +12,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 
 from tpurec.embeddings import jagged
+from tpurec.embeddings.deferred import are_tables_deferred, initial_blocks
 from tpurec.embeddings.lookup import fused_lookup
 from tpurec.embeddings.optimizers import EmbeddingOptimizer, from_torchrec
 from tpurec.embeddings.stack import StackedFeature, TableStack, dtype_of, pooling_of
@@ -75,6 +76,10 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         device = torch.device(device or "cpu")
         # Tables of a TPU are initialised on the CPU: the same seed gives the same tables everywhere.
         built_on = torch.device("cpu") if device.type == "tpu" else device
+        self.initial_random_state: Tensor | None = None
+        if are_tables_deferred():
+            device = built_on = torch.device("meta")
+            self.initial_random_state = torch.get_rng_state()
         self._learning_rate = torch.tensor(float(optimizer.lr), dtype=torch.float32, device=built_on)
         # What makes autograd run the backward pass. A weight would do, but it is a view of its storage: both would be
         # inputs of a compiled step, which torch then hands over as one flat tensor, and that is not donated.
@@ -166,6 +171,9 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     def reset_parameters(self) -> None:
         """Initialise the tables with their `init_fn` and the accumulators with their initial value."""
+        if self.initial_random_state is not None:
+            for _ in initial_blocks(self.tables_in_stack_order()):
+                pass  # what is built next is to find the random state as ever
         for stack in self._stacks:
             if stack.device.type == "meta":
                 continue
@@ -173,6 +181,20 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 for number, table in enumerate(stack.tables):
                     table.init_fn(stack.table_weight(number))
                 stack.reset_state()
+
+    def reset_state(self) -> None:
+        """Set every accumulator to its initial value, and the learning rate to the optimizer's."""
+        for stack in self._stacks:
+            stack.reset_state()
+        self._learning_rate.fill_(float(self._optimizer.lr))
+
+    def tables_in_stack_order(self) -> list[EmbeddingBagConfig]:
+        """The tables in the order in which they are initialised.
+
+        Returns:
+            Their configurations.
+        """
+        return [table for stack in self._stacks for table in stack.tables]
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """The optimizer state by table, as plain tensors (no pickle needed); the learning rate is not part of it.

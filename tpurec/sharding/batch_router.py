@@ -1,0 +1,358 @@
+"""`BatchRouter`: the host's part of a step, one batch ahead of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from tpurec.embeddings.jagged import TorchBatch, check_sizes, to_torch
+from tpurec.errors import DataError
+from tpurec.features.packing import PackedBatch
+from tpurec.sharding.modules import ShardedEmbeddingBagCollection, exchange_of, sharded_collections
+from tpurec.sharding.routed import DeviceRoute, RoutedBatch, RoutedFeatures, StackConstants
+from tpurec.sharding.routing import HostBatch, Sizes, StackRoute, StackRouter, check_ids, rung
+
+Batch = PackedBatch | TorchBatch | KeyedJaggedTensor
+
+
+class RouterStats:
+    """Counts of what a router prepared.
+
+    Attributes:
+        batches: batches.
+        programs: distinct sets of sizes, each of which is a program on a compiling device.
+        ids: ids of tables that exchange distinct rows, or that every rank has.
+        unique_rows: distinct rows among them.
+        message_elements: of ids, lengths and weights, padding included.
+        vector_elements: that come back, padding included.
+        padding_elements: of both, that are padding.
+    """
+
+    def __init__(self) -> None:
+        self.batches = self.ids = self.unique_rows = 0
+        self.message_elements = self.vector_elements = self.padding_elements = 0
+        self._programs: set[tuple] = set()
+
+    @property
+    def programs(self) -> int:
+        """Distinct sets of sizes."""
+        return len(self._programs)
+
+    @property
+    def unique_share(self) -> float:
+        """Distinct rows / ids."""
+        return self.unique_rows / self.ids if self.ids else 1.0
+
+    @property
+    def padding_share(self) -> float:
+        """Padding / all elements exchanged."""
+        total = self.message_elements + self.vector_elements
+        return self.padding_elements / total if total else 0.0
+
+
+class BatchRouter:
+    """Routes batches; every rank makes one at the same point of its program, and prepares the same number of batches.
+
+    It may run in a thread, one batch ahead of the device. The sizes of the exchange never shrink, so that few programs
+    are compiled.
+
+    Args:
+        model: of `shard`.
+        host_group: a process group over the same ranks whose collectives work on the host; None makes one (gloo) if
+            there are several ranks.
+
+    Example:
+        >>> router = BatchRouter(model)
+        >>> routed = router.prepare(packed)
+        >>> logits = model(routed.dense, routed.features)
+    """
+
+    def __init__(self, model: nn.Module, host_group: dist.ProcessGroup | None = None) -> None:
+        self.stats = RouterStats()
+        self._exchange = exchange_of(model)
+        if self._exchange is not None:
+            self._set_up(sharded_collections(model), host_group)
+
+    @classmethod
+    def of_collections(
+        cls, collections: Sequence[ShardedEmbeddingBagCollection], host_group: dist.ProcessGroup | None
+    ) -> BatchRouter:
+        """Make a router of the collections of one model.
+
+        Args:
+            collections: all of them, by number.
+            host_group: see the class.
+
+        Returns:
+            The router.
+        """
+        router = cls.__new__(cls)
+        router.stats, router._exchange = RouterStats(), collections[0].exchange
+        router._set_up(collections, host_group)
+        return router
+
+    def _set_up(
+        self, collections: Sequence[ShardedEmbeddingBagCollection], host_group: dist.ProcessGroup | None
+    ) -> None:
+        exchange = self._exchange
+        self._weighted = [collection.is_weighted() for collection in collections]
+        self._features = [collection.feature_names for collection in collections]
+        if host_group is None:
+            members = dist.get_process_group_ranks(exchange.wire.group or dist.group.WORLD)
+            host_group = dist.new_group(members, backend="gloo")
+        self._group = host_group
+        ranks = exchange.wire.num_ranks
+        self._routers = [
+            StackRouter(stack, exchange.tables, ranks, self._weighted[stack.collection]) for stack in exchange.stacks
+        ]
+        self._sizes = np.zeros((len(self._routers), 4), dtype=np.int64)
+        self._areas = np.zeros(len(exchange.area_tables), dtype=np.int64)
+        self._padded_size = 0
+        self._constants: dict[tuple, StackConstants] = {}
+
+    def prepare(self, batch: Batch) -> RoutedBatch:
+        """Route one batch of this rank.
+
+        Args:
+            batch: this rank's examples. A `TorchBatch` or KeyedJaggedTensor on a device is copied to the host first.
+
+        Returns:
+            What the model, the loss and the device need.
+
+        Raises:
+            DataError: the batch lacks a feature or weights, its parts do not fit together, or an id is not a row.
+        """
+        if isinstance(batch, KeyedJaggedTensor):
+            dense = labels = valid = None
+            num_labelled = batch.stride()
+        elif isinstance(batch, PackedBatch):
+            dense, labels, valid = (torch.from_numpy(_writable(a)) for a in (batch.dense, batch.labels, batch.valid))
+            num_labelled = int(batch.valid.sum())
+        else:
+            dense, labels, valid = batch.dense, batch.labels, batch.valid
+            num_labelled = int(batch.valid.sum())
+        if self._exchange is None:
+            features = to_torch(batch).features if isinstance(batch, PackedBatch) else _features_of(batch)
+            return RoutedBatch(dense, features, labels, valid, num_labelled, num_labelled)
+        features, total = self.route(batch, num_labelled, range(len(self._features)))
+        if dense is not None:
+            dense, labels, valid = (tensor.to(self._exchange.device) for tensor in (dense, labels, valid))
+        return RoutedBatch(dense, features, labels, valid, num_labelled, total)
+
+    def route(self, batch: Batch, num_labelled: int, collections: Sequence[int]) -> tuple[RoutedFeatures, int]:
+        """Route the ids of some collections; the others find empty bags.
+
+        Args:
+            batch: see `prepare`.
+            num_labelled: of this rank.
+            collections: numbers of the collections.
+
+        Returns:
+            The features, and the examples with a label of all ranks.
+
+        Raises:
+            DataError: see `prepare`.
+        """
+        exchange, ranks = self._exchange, self._exchange.wire.num_ranks
+        needed = {name: self._weighted[number] for number in collections for name in self._features[number]}
+        spare = [name for names in self._features for name in names if name not in needed]
+        host = _with_empty(read_batch(batch, needed), spare)
+        check_ids(host, self._routers)
+        routings = [router.route(host) for router in self._routers]
+        areas = self._area_needs(host)
+        mine = [num_labelled, host.num_examples, *(need for routing in routings for need in routing.needs), *areas]
+        everyone = self._gather(np.array(mine, dtype=np.int64))
+        most = everyone.max(axis=0)
+        num_sizes = 4 * len(routings)
+        self._padded_size = max(self._padded_size, int(most[1]))
+        self._raise(self._sizes.reshape(-1), most[2 : 2 + num_sizes])
+        self._raise(self._areas, np.minimum(everyone[:, 2 + num_sizes :].sum(axis=0), self._area_limits()))
+        sizes = [Sizes(*(int(size) for size in row)) for row in self._sizes]
+        routes = [routing.fill(size, self._padded_size) for routing, size in zip(routings, sizes, strict=True)]
+        message = routes[0].message if len(routes) == 1 else np.concatenate([r.message for r in routes], axis=1)
+        starts = np.concatenate([[0], np.cumsum(self._areas)])
+        features = RoutedFeatures(
+            tuple(self._on_device(n, route, size) for n, (route, size) in enumerate(zip(routes, sizes, strict=True))),
+            torch.from_numpy(np.ascontiguousarray(message)).to(exchange.device),
+            host.num_examples,
+            self._padded_size,
+            torch.from_numpy(starts[:-1]).to(exchange.device),
+            int(starts[-1]),
+            exchange.wire,
+        )
+        self._count(host, routings, sizes, ranks)
+        return features, int(everyone[:, 0].sum())
+
+    def _gather(self, mine: np.ndarray) -> np.ndarray:
+        own = torch.from_numpy(mine)
+        found = [torch.empty_like(own) for _ in range(self._exchange.wire.num_ranks)]
+        dist.all_gather(found, own, group=self._group)
+        return torch.stack(found).numpy()
+
+    @staticmethod
+    def _raise(sizes: np.ndarray, needs: np.ndarray) -> None:
+        for number in np.flatnonzero(needs > sizes):
+            sizes[number] = rung(int(needs[number]))
+
+    def _area_needs(self, host: HostBatch) -> list[int]:
+        tables = (self._exchange.tables[number].config for number in self._exchange.area_tables)
+        return [sum(len(host.values[name]) for name in table.feature_names) for table in tables]
+
+    def _area_limits(self) -> np.ndarray:
+        tables = (self._exchange.tables[number].config for number in self._exchange.area_tables)
+        return np.array([table.num_embeddings for table in tables], dtype=np.int64)
+
+    def _on_device(self, number: int, route: StackRoute, sizes: Sizes) -> DeviceRoute:
+        exchange, stack = self._exchange, self._exchange.stacks[number]
+        weighted = self._weighted[stack.collection]
+        key = (sizes, weighted)
+        if key not in self._constants:
+            self._constants[key] = StackConstants.of(sizes, exchange.wire.num_ranks, weighted, exchange.device)
+
+        def moved(array: np.ndarray | None) -> Tensor | None:
+            return None if array is None else torch.from_numpy(array).to(exchange.device)
+
+        replicated = moved(route.replicated)
+        return DeviceRoute(
+            sizes=sizes,
+            message_size=route.message.shape[1],
+            constants=self._constants[key],
+            index=moved(route.index),
+            offsets=moved(route.offsets),
+            weights=moved(route.weights),
+            lines=moved(route.lines),
+            line_offsets=moved(route.line_offsets),
+            line_weights=moved(route.line_weights),
+            replicated=replicated,
+            replicated_targets=torch.where(replicated < 0, stack.num_replicated, replicated),
+            bag_scales=moved(route.bag_scales),
+            local_scales=moved(route.local_scales),
+        )
+
+    def _count(self, host: HostBatch, routings: Sequence, sizes: Sequence[Sizes], ranks: int) -> None:
+        stats = self.stats
+        stats.batches += 1
+        stats._programs.add((tuple(sizes), self._padded_size, tuple(self._areas), host.num_examples))
+        for router, routing, size in zip(self._routers, routings, sizes, strict=True):
+            unique, ids = routing.num_unique
+            stats.unique_rows += unique
+            stats.ids += ids
+            message = ranks * router.message_size(size, self._padded_size)
+            lines = ranks * (size.rows + router.stack.num_answers * self._padded_size)
+            used_message, used_lines = routing.used(host.num_examples)
+            stats.message_elements += message
+            stats.vector_elements += lines * router.stack.width
+            stats.padding_elements += message - used_message + (lines - used_lines) * router.stack.width
+
+
+def read_batch(batch: Batch, needed: dict[str, bool]) -> HostBatch:
+    """Take the ids of some features out of a batch, without padding and skipped ids.
+
+    Args:
+        batch: this rank's examples.
+        needed: the features, and whether each needs weights.
+
+    Returns:
+        The ids on the host.
+
+    Raises:
+        DataError: a feature or weights that the batch lacks, or parts that do not fit together.
+    """
+    if isinstance(batch, PackedBatch):
+        return _read_packed(batch, needed)
+    return _read_jagged(_features_of(batch), needed)
+
+
+def _read_packed(batch: PackedBatch, needed: dict[str, bool]) -> HostBatch:
+    values, lengths, weights = {}, {}, {}
+    for name, weighted in needed.items():
+        if name not in batch.sparse:
+            raise DataError(f"feature {name!r} is not in the batch.", f"It has: {', '.join(batch.sparse) or 'none'}.")
+        feature = batch.sparse[name]
+        count = int(feature.lengths.sum())
+        given = feature.weights
+        if weighted and given is None:
+            given = np.ones(count, dtype=np.float32)  # as `to_torch` does where only some features have weights
+        _keep(
+            name, feature.rows[:count], feature.lengths, given[:count] if weighted else None, values, lengths, weights
+        )
+    return HostBatch(batch.batch_size, values, lengths, weights)
+
+
+def _read_jagged(features: KeyedJaggedTensor, needed: dict[str, bool]) -> HostBatch:
+    is_weighted = any(needed.values())
+    check_sizes(features, list(needed), is_weighted)
+    keys = features.keys()
+    per_key = features.lengths().cpu().numpy().reshape(len(keys), -1)
+    ids = features.values().cpu().numpy()
+    given = features.weights_or_none()
+    given = None if given is None else given.detach().cpu().float().numpy()
+    used = per_key.sum(axis=1)
+    starts = features.offset_per_key_or_none()
+    if starts is None or used.sum() == len(ids):
+        starts = np.concatenate([[0], np.cumsum(used)])
+        if starts[-1] != len(ids):
+            raise DataError(
+                f"lengths sum to {starts[-1]}, but there are {len(ids)} values "
+                f"({len(keys)} features x {per_key.shape[1]} examples)."
+            )
+    if per_key.size and per_key.min() < 0:
+        raise DataError(f"lengths has a negative value: {per_key.min()}.")
+    values, lengths, weights = {}, {}, {}
+    for name, weighted in needed.items():
+        key = keys.index(name)
+        begin, end = int(starts[key]), int(starts[key] + used[key])
+        if end > starts[key + 1]:
+            raise DataError(
+                f"feature {name!r}: lengths sum to {used[key]}, but it has room for "
+                f"{starts[key + 1] - starts[key]} values."
+            )
+        _keep(name, ids[begin:end], per_key[key], given[begin:end] if weighted else None, values, lengths, weights)
+    return HostBatch(features.stride(), values, lengths, weights)
+
+
+def _keep(
+    name: str,
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    weights: np.ndarray | None,
+    into_values: dict[str, np.ndarray],
+    into_lengths: dict[str, np.ndarray],
+    into_weights: dict[str, np.ndarray],
+) -> None:
+    """Put a feature into the batch; id -1 is skipped, with its weight."""
+    if len(ids) and ids.min() == -1:
+        keep = ids != -1
+        example_of_id = np.repeat(np.arange(len(lengths)), lengths)
+        lengths = np.bincount(example_of_id[keep], minlength=len(lengths))
+        ids = ids[keep]
+        weights = None if weights is None else weights[keep]
+    into_values[name], into_lengths[name] = ids, lengths.astype(np.int32, copy=False)
+    if weights is not None:
+        into_weights[name] = weights
+
+
+def _with_empty(host: HostBatch, spare: Sequence[str]) -> HostBatch:
+    if not spare:
+        return host
+    none, no_weights = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
+    zeros = np.zeros(host.num_examples, dtype=np.int32)
+    return HostBatch(
+        host.num_examples,
+        {**dict.fromkeys(spare, none), **host.values},
+        {**dict.fromkeys(spare, zeros), **host.lengths},
+        {**dict.fromkeys(spare, no_weights), **host.weights},
+    )
+
+
+def _features_of(batch: TorchBatch | KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return batch.features if isinstance(batch, TorchBatch) else batch
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    return array if array.flags.writeable else array.copy()  # torch cannot mark a tensor read-only, and warns

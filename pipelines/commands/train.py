@@ -32,6 +32,16 @@ def train(
     engine: Annotated[
         Literal["local", "ray"], typer.Option(help="Who reads and trains: this process, or Ray Data and Ray Train.")
     ] = "local",
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Shard the tables over N processes (recipe: sharding.num_workers)."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="PLAN", help="Plan file of `tpurec plan --out`; by default one is made.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Start again from the last checkpoint so often when a worker is lost.")
+    ] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """Train a model, evaluate it on the test data, and checkpoint it in a RUN folder.
@@ -41,16 +51,26 @@ def train(
     from pipelines.recipe import read_recipe
     from pipelines.run import Run
     from pipelines.source import find_data
+    from pipelines.tpu import require_device
 
     reporter = Reporter(as_json)
-    resolved = read_recipe(recipe, overrides or [])
+    overrides = list(overrides or [])
+    if workers is not None:
+        overrides.append(f"sharding.num_workers={workers}")
+    if plan is not None:
+        overrides.append(f"sharding.plan={json.dumps(str(plan))}")
+    resolved = read_recipe(recipe, overrides)
+    if plan is not None and not resolved.sharding.num_ranks:
+        raise typer.BadParameter("--plan goes with --workers")
     run = Run(out or _fresh(recipe))
     run.check_recipe(resolved)
     result = run.result()
     if result is None:
+        if not resolved.sharding.num_ranks:  # workers may run elsewhere
+            require_device(resolved.device)
         data = find_data(resolved)  # before the folder is made: a mistyped path leaves nothing behind
-        with run.locked():
-            result = run.result() or _train(run, resolved, data, engine, reporter)
+        with run.locked() as lock:
+            result = run.result() or _train(run, resolved, data, engine, reporter, lock, max_restarts)
     else:
         reporter.log(f"{run.path}: this RUN is finished; its result is printed again.")
     for warning in result["warnings"]:
@@ -58,8 +78,9 @@ def train(
     reporter.result(result, lambda console: _summary(console, result))
 
 
-def _train(run: Run, recipe: Recipe, data: RunData, engine: str, reporter: Reporter) -> dict[str, Any]:
-
+def _train(
+    run: Run, recipe: Recipe, data: RunData, engine: str, reporter: Reporter, lock: int, max_restarts: int
+) -> dict[str, Any]:
     run.begin(recipe, data.schema, data.train, data.test)
     reporter.log(f"RUN {run.path}: {data.train.num_rows:,} training rows in {len(data.train.files)} files")
     if engine == "ray":
@@ -68,8 +89,13 @@ def _train(run: Run, recipe: Recipe, data: RunData, engine: str, reporter: Repor
         result = train_ray(run, recipe, data, reporter)
     else:
         from pipelines.engine_local import LocalSource, train_local
+        from pipelines.engine_workers import train_workers
 
-        result = train_local(run, LocalSource(recipe, data), reporter)
+        source = LocalSource(recipe, data)
+        if recipe.sharding.num_ranks:
+            result = train_workers(run, source, reporter, lock, max_restarts)
+        else:
+            result = train_local(run, source, reporter)
     result = {**result, "run": str(run.path), "engine": engine, "warnings": [*data.warnings(), *result["warnings"]]}
     atomic.write_text(run.result_file, json.dumps(result, indent=1, allow_nan=False))
     return result

@@ -48,6 +48,20 @@ class MetricsLog:
         self._events.close()
 
 
+class NoLog:
+    """Takes the lines of a rank whose numbers another one writes."""
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take one line.
+
+        Args:
+            line: as of `MetricsLog`.
+        """
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read `metrics.jsonl`; a last line that a kill cut short is left out.
 

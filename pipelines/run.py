@@ -46,6 +46,7 @@ FREE_KEYS = (
     "device.on_recompile",
     "checkpoint.every_steps",
     "checkpoint.keep_last",
+    "checkpoint.asynchronous",
     "export.examples",
     "sharding.num_workers",
     "sharding.slice",

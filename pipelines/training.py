@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,15 +10,20 @@ from typing import Any
 
 import torch
 
+from pipelines.compilations import Compilation
 from pipelines.evaluation import evaluate
-from pipelines.metrics_log import MetricsLog
+from pipelines.execution import start
+from pipelines.metrics_log import MetricsLog, NoLog
+from pipelines.reading import SourceBatch
 from pipelines.run import Run, last_checkpoint
+from pipelines.sharded_execution import ShardedExecution
 from pipelines.source import Source
-from pipelines.step import TrainStep, torch_optimizer
 from pipelines.train_loop import Callbacks, Position, TrainLoop
 from pipelines.training_state import TrainingState, load_weights
+from pipelines.world import SINGLE, World
 from tpurec.models import build_model, table_optimizer
 from tpurec.sharding.checkpoint import Checkpointer, best_checkpoint
+from tpurec.sharding.plan import Plan
 
 METRICS = ("auc", "normalized_entropy", "log_loss", "calibration", "mean_label", "missing_labels", "eval_rows")
 
@@ -26,6 +32,8 @@ def train_run(
     run: Run,
     source: Source,
     *,
+    world: World = SINGLE,
+    plan: Plan | None = None,
     log: Callable[[str], None] = lambda message: None,
     progress: Callable[[int, float], None] = lambda rows, loss: None,
 ) -> dict[str, Any]:
@@ -33,31 +41,50 @@ def train_run(
 
     Args:
         run: a folder that `Run.begin` has prepared; locked by the caller.
-        source: the batches.
+        source: the batches, or this rank's shares of them.
+        world: the ranks that train together; each of them calls this.
+        plan: where the tables are; None for a model that is not sharded.
         log: takes a line for people.
         progress: takes the rows just trained on and the loss of the last step.
 
     Returns:
-        The result: metrics, `rows_seen`, `steps`, `rows_per_second` and so on, and `warnings`.
+        The result: metrics, `rows_seen`, `steps`, `rows_per_second` and so on, and `warnings`; with a plan also
+        `world_size`, `exchange_bytes_per_step`, `padding_share` and `collectives_per_step`. Rank 0's on every rank.
 
     Raises:
         TpurecError: training diverged, a checkpoint does not load, or the data are not as the schema says.
     """
     recipe = source.recipe
     started = time.perf_counter()
-    with torch_threads(recipe.device.num_threads(recipe.data.reader_workers)):
+    with torch_threads(recipe.device.num_threads(recipe.data.reader_workers, world.processes_here)):
         torch.manual_seed(recipe.train.seed)
-        model = build_model(
-            recipe.model,
-            recipe.tables,
-            source.data.schema,
-            seed=recipe.train.seed,
-            optimizer=table_optimizer(recipe.tables),
-        )
-        config = recipe.train
-        step = TrainStep(model, torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay))
+        execution = start(recipe.device, lambda found: _report(found, position, log, metrics_log))
+        if plan is not None:
+            execution = ShardedExecution(execution, plan, world, recipe.sharding.wire_dtype)
+        with execution.building():
+            model = build_model(
+                recipe.model,
+                recipe.tables,
+                source.data.schema,
+                seed=recipe.train.seed,
+                optimizer=table_optimizer(recipe.tables),
+            )
+        model = execution.place(model)
+        step = execution.train_step(model, recipe.train)
+        forward, evaluation_feed = execution.forward(model), execution.evaluation_feed()
+
+        def score(batches: Iterator[SourceBatch]) -> dict[str, Any]:
+            with execution.evaluating():
+                return evaluate(model, batches, feed=evaluation_feed, forward=forward, world=world)
+
         state = TrainingState(step)
-        checkpointer = Checkpointer(run.checkpoints, recipe.checkpoint.keep_last)
+        checkpointer = Checkpointer(
+            run.checkpoints,
+            recipe.checkpoint.keep_last,
+            process_group=world.host_group,
+            asynchronous=recipe.checkpoint.asynchronous,
+            log=log,
+        )
         position = Position()
         resumed = last_checkpoint(run)
         if resumed is not None:
@@ -66,17 +93,19 @@ def train_run(
             progress(position.rows_seen, 0.0)
         loop = TrainLoop(
             step,
-            config,
+            recipe.train,
             recipe.tables.learning_rate,
             source.batches_per_epoch,
             recipe.checkpoint.every_steps,
+            execution.feed(),
+            world,
         )
-        metrics_log = MetricsLog(run.metrics_file, run.tensorboard, position.step)
+        metrics_log = MetricsLog(run.metrics_file, run.tensorboard, position.step) if world.is_first else NoLog()
         fingerprints = run.fingerprints()
         validation: dict[str, Any] = {}
 
         def validate() -> dict[str, Any]:
-            validation.update(evaluate(model, source.validation()))
+            validation.update(score(source.validation()))
             log(f"step {position.step}: {_line('validation', validation)}")
             return dict(validation)
 
@@ -87,11 +116,12 @@ def train_run(
             progress=progress,
         )
         try:
-            loop.run(source.train(position.epoch, position.batch), position, callbacks)
-            metrics, evaluated_on = _final_metrics(model, run, source, position, metrics_log)
+            with checkpointer:
+                loop.run(source.train(position.epoch, position.batch), position, callbacks)
+            metrics, evaluated_on = _final_metrics(model, score, run, source, position, metrics_log)
         finally:
             metrics_log.close()
-    return {
+    result = {
         **metrics,
         "evaluated_on": evaluated_on,
         "rows_seen": position.rows_seen,
@@ -99,16 +129,24 @@ def train_run(
         "best_step": position.best_step,
         "stopped_early": position.stopped_early,
         "rows_per_second": round(loop.clock.rows_per_second, 1),
+        **execution.statistics(),
+        "warmup_seconds": round(execution.compilations.seconds, 3),
         "wait_seconds": round(loop.clock.wait_seconds, 3),
         "seconds": round(time.perf_counter() - started, 3),
         "train_missing_labels": position.missing_labels,
         "ids": position.ids,
-        "warnings": _warnings(metrics, evaluated_on, position),
+        "warnings": [*_warnings(metrics, evaluated_on, position), *execution.compilations.warnings()],
     }
+    return world.first_value(result)
 
 
 def _final_metrics(
-    model: torch.nn.Module, run: Run, source: Source, position: Position, metrics_log: MetricsLog
+    model: torch.nn.Module,
+    score: Callable[[Iterator[SourceBatch]], dict[str, Any]],
+    run: Run,
+    source: Source,
+    position: Position,
+    metrics_log: MetricsLog,
 ) -> tuple[dict[str, Any], str | None]:
     """Evaluate the best checkpoint on the test rows, or else on the validation rows."""
     if source.test_rows is None and not source.validation_rows:
@@ -117,10 +155,19 @@ def _final_metrics(
     assert best is not None, "a finished position was saved"
     load_weights(model, best)
     kind = "validation" if source.test_rows is None else "test"
-    metrics = evaluate(model, source.validation() if source.test_rows is None else source.test())
+    metrics = score(source.validation() if source.test_rows is None else source.test())
     if kind == "test":
         metrics_log.add({"kind": kind, "step": position.step, "epoch": position.epoch, **metrics})
     return metrics, kind
+
+
+def _report(found: Compilation, position: Position, log: Callable[[str], None], metrics_log: MetricsLog) -> None:
+    """Tell of programs that were compiled."""
+    number = "1 program" if found.programs == 1 else f"{found.programs} programs"
+    line = f"compiled {number} for {found.activity}, {found.shape()}: {found.seconds:.1f} s"
+    log(f"warning: {line}: {found.unexpected}" if found.unexpected else line)
+    entry = dataclasses.asdict(found) | {"seconds": round(found.seconds, 3)}
+    metrics_log.add({"kind": "compilation", "step": position.step, "epoch": position.epoch, **entry})
 
 
 def _warnings(metrics: dict[str, Any], evaluated_on: str | None, position: Position) -> list[str]:

@@ -16,12 +16,14 @@ from pipelines.step import TrainStep
 from pipelines.train_loop import Position
 from tpurec.embeddings import fused_optimizer_state_dict
 from tpurec.sharding.checkpoint import Checkpointer, load_checkpoint
+from tpurec.sharding.modules import checkpoint_pieces
+from tpurec.sharding.pieces import whole_tensors
 
 MODEL = "model."
 
 
 class TrainingState:
-    """The tensors of one run, by name.
+    """The tensors of one run, by name; of sharded tables what this rank holds.
 
     Args:
         step: owns model and optimizers.
@@ -45,7 +47,9 @@ class TrainingState:
             The checkpoint's folder.
         """
         state = {"position": dataclasses.asdict(position), "fingerprints": fingerprints}
-        return checkpointer.save(position.step, self._tensors(), state, score)
+        return checkpointer.save(
+            position.step, self._tensors(), state, score, pieces=checkpoint_pieces(self._step.model)
+        )
 
     def load(self, folder: Path) -> Position:
         """Load a checkpoint, all of it.
@@ -60,13 +64,13 @@ class TrainingState:
             CheckpointError: it does not fit, or is damaged.
         """
         tensors = self._tensors()
-        manifest = load_checkpoint(folder, tensors)
+        manifest = load_checkpoint(folder, tensors, pieces=checkpoint_pieces(self._step.model))
         torch.set_rng_state(tensors["rng.torch"])
         return Position(**manifest.state["position"])
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         model = self._step.model
-        tensors = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
+        tensors = {MODEL + name: tensor for name, tensor in whole_tensors(model).items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in fused_optimizer_state_dict(model).items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in self._step.optimizer_state().items()}
         tensors["rng.torch"] = torch.get_rng_state()
@@ -83,4 +87,6 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     Raises:
         CheckpointError: it does not fit, or is damaged.
     """
-    load_checkpoint(folder, {MODEL + name: tensor for name, tensor in model.state_dict().items()}, only=MODEL)
+    tensors = {MODEL + name: tensor for name, tensor in whole_tensors(model).items()}
+    pieces = [piece for piece in checkpoint_pieces(model) if piece.name.startswith(MODEL)]
+    load_checkpoint(folder, tensors, pieces=pieces, only=MODEL)

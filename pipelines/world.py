@@ -34,6 +34,7 @@ class World:
         host_group: gloo, of the main thread.
         train_group: gloo, of the thread that prepares training batches.
         evaluation_group: gloo, of the thread that prepares batches of evaluation.
+        processes_here: those of them that share this machine.
     """
 
     rank: int = 0
@@ -42,6 +43,7 @@ class World:
     host_group: ProcessGroup | None = None
     train_group: ProcessGroup | None = None
     evaluation_group: ProcessGroup | None = None
+    processes_here: int = 1
 
     @property
     def is_first(self) -> bool:
@@ -119,30 +121,33 @@ SINGLE = World()
 
 
 @contextmanager
-def joined(rank: int, size: int, init_method: str, backend: str = "gloo") -> Iterator[World]:
-    """Join the world, and leave it at the end of the block.
+def joined(rank: int, size: int, init_method: str, processes_here: int) -> Iterator[World]:
+    """Join a world of CPUs, and leave it at the end of the block.
 
     Args:
         rank: of this process.
         size: of the world.
         init_method: where the ranks meet, such as `file:///tmp/x/store`; the file must be fresh.
-        backend: of the step's collectives: `gloo`, or `tpu_dist` on a slice.
+        processes_here: processes of the world on this machine.
 
     Yields:
         The world.
     """
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
-        yield current_world()
+        yield current_world(processes_here)
     finally:
         dist.destroy_process_group()
 
 
-def current_world() -> World:
+def current_world(processes_here: int) -> World:
     """Make the host groups of a process group that exists; all ranks call this together.
+
+    Args:
+        processes_here: processes of the world on this machine.
 
     Returns:
         The world of `torch.distributed`'s default group.
     """
     groups = [dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(3)]
-    return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, *groups)
+    return World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, *groups, processes_here)

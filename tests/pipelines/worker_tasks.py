@@ -16,7 +16,7 @@ def gather(order, channel):
 
     from pipelines.world import joined
 
-    with joined(order["rank"], order["num_workers"], order["init_method"]) as world:
+    with joined(order["rank"], order["num_workers"], order["init_method"], order["num_workers"]) as world:
         words = world.gather_json({"rank": world.rank, "text": "é" * world.rank})
         arrays = world.gather_arrays(np.arange(world.rank, dtype=np.float32))
         empty = world.gather_arrays(np.empty(0, dtype=np.int64))

@@ -7,7 +7,7 @@ the number of ranks and however unevenly the labels are spread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,15 +37,22 @@ class DenseGradientReducer:
         self._parameters = [parameter for parameter in chosen if parameter.requires_grad]
         self._exchange = exchange_of(model)
 
-    def reduce(self) -> None:
-        """Do it; every rank must, once after every backward pass."""
+    def reduce(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Do it; every rank must, once after every backward pass.
+
+        Args:
+            tensors: what to add up, in place, besides the gradients of data-parallel tables: as many of the same shapes
+                on every rank, such as dense gradients and the loss; by default `.grad` of the parameters.
+        """
         exchange = self._exchange
         if exchange is None:
             return
-        for parameter in self._parameters:
-            if parameter.grad is None:  # nothing on this rank depended on it; elsewhere something may
-                parameter.grad = torch.zeros_like(parameter)
-        arrays = [parameter.grad for parameter in self._parameters] + exchange.replicated_gradients()
+        if tensors is None:
+            for parameter in self._parameters:
+                if parameter.grad is None:  # nothing on this rank depended on it; elsewhere something may
+                    parameter.grad = torch.zeros_like(parameter)
+            tensors = [parameter.grad for parameter in self._parameters]
+        arrays = [*tensors, *exchange.replicated_gradients()]
         if arrays:
             dtype = torch.float32
             for array in arrays:

@@ -1,0 +1,83 @@
+"""`--workers N`: N processes on this host, over gloo, each with its share of every batch and of the tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.engine_local import LocalSource
+from pipelines.planning import settle_plan
+from pipelines.recipe import read_recipe
+from pipelines.run import Run
+from pipelines.shares import Share
+from pipelines.source import find_data
+from pipelines.training import train_run
+from pipelines.workers import MAX_RESTARTS, Job, Progress, run_workers
+from pipelines.world import joined
+from tpurec.errors import ConfigError
+from tpurec.reporting import Reporter
+from tpurec.sharding.plan import Plan
+
+if TYPE_CHECKING:
+    from pipelines.worker import Channel
+
+
+def train_workers(
+    run: Run, source: LocalSource, reporter: Reporter, lock: int, max_restarts: int = MAX_RESTARTS
+) -> dict[str, Any]:
+    """Train in worker processes of this host; start them again from the last checkpoint when one is lost.
+
+    Args:
+        run: prepared and locked.
+        source: of the whole batches; says how many rows there are.
+        reporter: where progress goes.
+        lock: file descriptor of the RUN's lock: workers that outlive this process for a moment still hold it.
+        max_restarts: so often.
+
+    Returns:
+        The result of `train_run`, and `restarts`.
+
+    Raises:
+        ConfigError: the recipe's slice is not one of CPUs, or the plan does not fit the recipe.
+        TpurecError: what a worker raised, or workers were lost too often.
+    """
+    recipe = source.recipe
+    config = recipe.sharding
+    if config.topology.chip is not None or recipe.device.kind != "cpu":
+        raise ConfigError(
+            f"the recipe is for {config.topology.name} (device.kind = {recipe.device.kind!r}); workers of this host "
+            "run on CPUs.",
+            "Train with --engine ray on a cluster that has the slice, or leave out sharding.slice and device.kind.",
+        )
+    settle_plan(run, recipe, source.data.schema, reporter.log)
+    job = Job("train", {"run": str(run.path)}, config.num_ranks, (lock,))
+    with reporter.progress("train", source.total_rows) as advance:
+        result, restarts = run_workers(job, reporter, Progress(advance), max_restarts)
+    return {**result, "restarts": restarts}
+
+
+def train_as_worker(order: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Train as one of the workers.
+
+    Args:
+        order: `rank`, `num_workers`, `init_method`, and the option `run`: the RUN folder, prepared.
+        channel: where rank 0 tells how it goes.
+
+    Returns:
+        The result of `train_run`.
+    """
+    run = Run(Path(order["options"]["run"]))
+    recipe = read_recipe(run.recipe_file)
+    rank, num_workers = order["rank"], order["num_workers"]
+    source = LocalSource(recipe, find_data(recipe), Share(rank, num_workers))
+    with joined(rank, num_workers, order["init_method"], processes_here=num_workers) as world:
+        if not world.is_first:
+            return train_run(run, source, world=world, plan=Plan.load(run.plan_file))
+        return train_run(
+            run,
+            source,
+            world=world,
+            plan=Plan.load(run.plan_file),
+            log=lambda line: channel.send("log", line),
+            progress=lambda rows, loss: channel.send("progress", [rows, loss]),
+        )

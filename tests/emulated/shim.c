@@ -1,8 +1,9 @@
 // A PJRT plugin for tests: torch_tpu loads it in place of libtpu, and it forwards to a PJRT plugin for the CPU.
 //
 // What it adds is what torch_tpu asks of a TPU and a CPU plugin does not have: the topology extension of a single chip,
-// memory kinds of outputs, and a hook through which Python rewrites each program before it is compiled. Everything that
-// is not understood aborts with a message, so that no test passes on an invented answer.
+// memory kinds of outputs, and a hook through which Python rewrites each program before it is compiled. It also writes a
+// record of what moves between host and device and of large results. Everything that is not understood aborts with a
+// message, so that no test passes on an invented answer.
 #include <dlfcn.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -127,6 +128,114 @@ static PJRT_Error* plugin_attributes(PJRT_Plugin_Attributes_Args* args) {
   return NULL;
 }
 
+// The record. Python reads the kinds by these numbers.
+enum { TO_DEVICE, TO_HOST, ON_DEVICE, EXECUTION, NEW_RESULT, RESULT_IN_PLACE };
+struct event { int64_t kind, bytes; };
+#define MAX_EVENTS (1 << 18)
+static struct event events[MAX_EVENTS];
+static int64_t num_events;
+static size_t large_bytes;
+
+static void record(int64_t kind, int64_t bytes) {
+  int64_t at = __atomic_fetch_add(&num_events, 1, __ATOMIC_SEQ_CST);
+  if (at >= MAX_EVENTS) {
+    fprintf(stderr, "emulator: more than %d events\n", MAX_EVENTS);
+    abort();
+  }
+  events[at] = (struct event){kind, bytes};
+}
+
+// Start a new record. Results of at least so many bytes are recorded; 0 for none.
+EXPORT void emulator_record(size_t large) {
+  large_bytes = large;
+  __atomic_store_n(&num_events, 0, __ATOMIC_SEQ_CST);
+}
+
+EXPORT const struct event* emulator_events(int64_t* count) {
+  *count = __atomic_load_n(&num_events, __ATOMIC_SEQ_CST);
+  return events;
+}
+
+static void must(PJRT_Error* error, const char* what) {
+  if (!error) return;
+  PJRT_Error_Message_Args message = {.struct_size = sizeof message, .error = error};
+  plugin->PJRT_Error_Message(&message);
+  fprintf(stderr, "emulator: %s: %.*s\n", what, (int)message.message_size, message.message);
+  abort();
+}
+
+static size_t size_of(PJRT_Buffer* buffer) {
+  PJRT_Buffer_OnDeviceSizeInBytes_Args args = {.struct_size = sizeof args, .buffer = buffer};
+  must(plugin->PJRT_Buffer_OnDeviceSizeInBytes(&args), "size of a buffer");
+  return args.on_device_size_in_bytes;
+}
+
+static uintptr_t address_of(PJRT_Buffer* buffer) {
+  PJRT_Buffer_UnsafePointer_Args args = {.struct_size = sizeof args, .buffer = buffer};
+  must(plugin->PJRT_Buffer_UnsafePointer(&args), "address of a buffer");
+  return args.buffer_pointer;
+}
+
+static PJRT_Error* from_host(PJRT_Client_BufferFromHostBuffer_Args* args) {
+  PJRT_Error* error = plugin->PJRT_Client_BufferFromHostBuffer(args);
+  if (!error) record(TO_DEVICE, size_of(args->buffer));
+  return error;
+}
+
+static PJRT_Error* transfer_data(PJRT_AsyncHostToDeviceTransferManager_TransferData_Args* args) {
+  record(TO_DEVICE, args->transfer_size);
+  return plugin->PJRT_AsyncHostToDeviceTransferManager_TransferData(args);
+}
+
+static PJRT_Error* to_host(PJRT_Buffer_ToHostBuffer_Args* args) {
+  if (args->dst) record(TO_HOST, size_of(args->src));  // otherwise it asks for the size
+  return plugin->PJRT_Buffer_ToHostBuffer(args);
+}
+
+static PJRT_Error* raw_to_host(PJRT_Buffer_CopyRawToHost_Args* args) {
+  record(TO_HOST, args->transfer_size);
+  return plugin->PJRT_Buffer_CopyRawToHost(args);
+}
+
+static PJRT_Error* to_device(PJRT_Buffer_CopyToDevice_Args* args) {
+  record(ON_DEVICE, size_of(args->buffer));
+  return plugin->PJRT_Buffer_CopyToDevice(args);
+}
+
+static PJRT_Error* to_memory(PJRT_Buffer_CopyToMemory_Args* args) {
+  record(ON_DEVICE, size_of(args->buffer));
+  return plugin->PJRT_Buffer_CopyToMemory(args);
+}
+
+static PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
+  record(EXECUTION, 0);
+  size_t limit = large_bytes;
+  if (!limit) return plugin->PJRT_LoadedExecutable_Execute(args);
+  uintptr_t* given = calloc(args->num_args + 1, sizeof *given);
+  size_t num_given = 0;
+  for (size_t i = 0; i < args->num_args; i++)
+    if (size_of(args->argument_lists[0][i]) >= limit) given[num_given++] = address_of(args->argument_lists[0][i]);
+  PJRT_LoadedExecutable_GetExecutable_Args get = {.struct_size = sizeof get, .loaded_executable = args->executable};
+  must(plugin->PJRT_LoadedExecutable_GetExecutable(&get), "executable");
+  PJRT_Executable_NumOutputs_Args outputs = {.struct_size = sizeof outputs, .executable = get.executable};
+  must(plugin->PJRT_Executable_NumOutputs(&outputs), "number of outputs");
+  PJRT_Executable_Destroy_Args destroy = {.struct_size = sizeof destroy, .executable = get.executable};
+  must(plugin->PJRT_Executable_Destroy(&destroy), "executable");
+  PJRT_Error* error = plugin->PJRT_LoadedExecutable_Execute(args);
+  for (size_t i = 0; !error && i < outputs.num_outputs; i++) {
+    PJRT_Buffer* result = args->output_lists[0][i];
+    size_t size = size_of(result);
+    if (size < limit) continue;
+    uintptr_t address = address_of(result);
+    int64_t kind = NEW_RESULT;
+    for (size_t j = 0; j < num_given; j++)
+      if (given[j] == address) kind = RESULT_IN_PLACE;
+    record(kind, size);
+  }
+  free(given);
+  return error;
+}
+
 // The TPU topology extension: its functions take a struct that begins with its size and the topology.
 #define TPU_TOPOLOGY_EXTENSION ((PJRT_Extension_Type)16)
 #define NUM_SLOTS 32
@@ -170,6 +279,13 @@ EXPORT const PJRT_Api* GetPjrtApi(void) {
   api->PJRT_Client_Compile = client_compile;
   api->PJRT_Executable_OutputMemoryKinds = output_memory_kinds;
   api->PJRT_Plugin_Attributes = plugin_attributes;
+  api->PJRT_Client_BufferFromHostBuffer = from_host;
+  api->PJRT_AsyncHostToDeviceTransferManager_TransferData = transfer_data;
+  api->PJRT_Buffer_ToHostBuffer = to_host;
+  api->PJRT_Buffer_CopyRawToHost = raw_to_host;
+  api->PJRT_Buffer_CopyToDevice = to_device;
+  api->PJRT_Buffer_CopyToMemory = to_memory;
+  api->PJRT_LoadedExecutable_Execute = execute;
   fill_topology(api->extension_start);
   api->extension_start = &topology.base;
   return api;

@@ -1,9 +1,9 @@
-"""Binds a torch custom op to a JAX function on the `tpu` device. Everything but the function is read from the op's schema.
+"""Binds a torch custom op to a JAX function on the `tpu` device. All but the function is read from the op's schema.
 
 A JAX function is pure, so an op that changes arguments in place gets their new values back. The old ones are donated,
-which lets the compiler write into the same memory, and `copy_` between tensors of a TPU with the same shape then moves no
-bytes: it makes the old tensor, and every view of it, name the new array. Seen with torch_tpu 0.2.0 and read from the
-programs compiled for v5e, v5p, v6e and 7x (tests/emulated/test_compiled_for_chips.py).
+which lets the compiler write into the same memory. `copy_` between tensors of a TPU with the same shape moves no bytes:
+the old tensor, and every view of it, then names the new array. Seen with torch_tpu 0.2.0, and read from the programs
+compiled for v5e, v5p, v6e and 7x (tests/emulated/device/check_transfers.py, check_compiled_for_chips.py).
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ class Choice(Protocol):
     implementation: str
 
 
-def bind_op(op: CustomOpDef, function: Callable[..., Any], choice: Callable[[], Choice]) -> None:
+def bind_op(op: CustomOpDef, function: Callable[..., Any], choice: Callable[[], Choice], *, wide: bool = False) -> None:
     """Register the implementation of an op for the `tpu` device.
 
     Args:
         op: made by `torch.library.custom_op`, with its fake implementation and its autograd.
         function: takes the op's arguments in their order, tensors as JAX arrays, lists of numbers as tuples. It returns
-            what the op returns; if the op changes arguments in place and returns nothing: a tuple of their new values in
-            their order. If it has keywords `chip` (`tpurec.topology.chips.Chip` or None) and `implementation` (str or
-            None), it gets them.
+            what the op returns; if the op changes arguments in place and returns nothing: a tuple of their new values
+            in their order. If it has keywords `chip` (`tpurec.topology.chips.Chip` or None) and `implementation` (str
+            or None), it gets them.
         choice: gives, at every call, what `chip` and `implementation` are taken from.
+        wide: trace the function in jax's 64-bit mode: int64 and float64 arguments and results are then what they say.
 
     Raises:
         TypeError: the schema has a type that has no place in a JAX program, or both changes arguments and returns.
@@ -66,7 +67,9 @@ def bind_op(op: CustomOpDef, function: Callable[..., Any], choice: Callable[[], 
 
     def on_device(*arguments: Any) -> Any:
         chosen = choice()
-        with compiling_for(chosen.chip):
+        # torch leaves out arguments at the end that have their default value.
+        arguments += tuple(argument.default_value for argument in schema.arguments[len(arguments) :])
+        with compiling_for(chosen.chip), jax.enable_x64(wide):
             result = call(*arguments, chosen.chip, chosen.implementation)
         if not mutated:
             return result

@@ -109,12 +109,8 @@ def assert_same_model(actual, expected):
 def test_eager_modes_equal_the_cpu(mode, on_cpu):
     """Strict, debug, and defer-and-fuse, in torch_tpu's words."""
     losses, expected = on_cpu
-    before = torch.tpu.eager_mode
-    torch.tpu.set_eager_mode(getattr(type(before), mode))
-    try:
+    with torch.tpu.set_eager_mode(torch.tpu.EagerMode[mode]):  # as a plain call it would do nothing
         actual, model = eager_losses("tpu")
-    finally:
-        torch.tpu.set_eager_mode(before)
     np.testing.assert_allclose(actual, losses, atol=1e-4)
     assert_same_model(model, expected)
 

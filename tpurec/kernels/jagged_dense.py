@@ -1,0 +1,93 @@
+"""Jagged to padded dense and back, and elementwise arithmetic of the two. Plain JAX; these are the specification.
+
+To pad is one gather at `offsets[b] + m`. Back is one gather at `b * M + m`, b being the bag of each position.
+
+Legend: B bags, M places per bag in the dense array, N values (capacity).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tpurec.kernels.jagged_positions import of_segments, positions, segment_of_positions, take_or
+
+
+def jagged_to_padded_dense(values: jax.Array, offsets: jax.Array, max_length: int, padding: float = 0.0) -> jax.Array:
+    """Put each bag into a row; what is longer than the row is cut, what is shorter is padded.
+
+    Args:
+        values: `[N, ...]`.
+        offsets: integers `[B + 1]`, ascending.
+        max_length: M.
+        padding: value of the places that are left.
+
+    Returns:
+        `[B, M, ...]` of the values' dtype.
+
+    >>> jagged_to_padded_dense(jnp.array([5, 3, 7, 1]), jnp.array([0, 1, 4]), 2, -1).tolist()
+    [[5, -1], [3, 7]]
+    """
+    bounds = positions(offsets, values.shape[0])
+    place_M = jnp.arange(max_length, dtype=jnp.int32)
+    return take_or(values, bounds[:-1, None] + place_M, place_M < (bounds[1:] - bounds[:-1])[:, None], padding)
+
+
+def dense_to_jagged(dense: jax.Array, offsets: jax.Array, capacity: int) -> jax.Array:
+    """Take the first places of each row as its bag: the inverse of `jagged_to_padded_dense`, and its gradient.
+
+    Args:
+        dense: `[B, M, ...]`.
+        offsets: integers `[B + 1]`, ascending.
+        capacity: N.
+
+    Returns:
+        `[N, ...]` of the same dtype: 0 where a bag is longer than M and behind the last bag.
+    """
+    num_bags, max_length = dense.shape[:2]
+    if num_bags == 0 or max_length == 0:
+        return jnp.zeros((capacity, *dense.shape[2:]), dense.dtype)
+    source_N, inside_N = _places(offsets, capacity, max_length)
+    return take_or(dense.reshape(num_bags * max_length, *dense.shape[2:]), source_N, inside_N, 0)
+
+
+def jagged_dense_add(values: jax.Array, offsets: jax.Array, dense: jax.Array) -> jax.Array:
+    """Add to each value its place in a dense array.
+
+    Args:
+        values: `[N, ...]`.
+        offsets: integers `[B + 1]`, ascending.
+        dense: `[B, M, ...]`.
+
+    Returns:
+        `[N, ...]`: the value alone where its bag is longer than M and behind the last bag.
+    """
+    return values + dense_to_jagged(dense, offsets, values.shape[0])
+
+
+def jagged_dense_multiply(values: jax.Array, offsets: jax.Array, dense: jax.Array) -> jax.Array:
+    """Multiply each value by its place in a dense array.
+
+    Args:
+        values: `[N, ...]`.
+        offsets: integers `[B + 1]`, ascending.
+        dense: `[B, M, ...]`.
+
+    Returns:
+        `[N, ...]`: 0 where a bag is longer than M and behind the last bag, whatever the value is.
+    """
+    num_bags, max_length = dense.shape[:2]
+    if num_bags == 0 or max_length == 0:
+        return jnp.zeros_like(values)
+    source_N, inside_N = _places(offsets, values.shape[0], max_length)
+    factors = take_or(dense.reshape(num_bags * max_length, *dense.shape[2:]), source_N, inside_N, 0)
+    inside = inside_N.reshape(-1, *(1,) * (values.ndim - 1))
+    return jnp.where(inside, values * factors, jnp.zeros((), values.dtype))
+
+
+def _places(offsets: jax.Array, num_values: int, max_length: int) -> tuple[jax.Array, jax.Array]:
+    """The place of each value in the flat dense array, int32 `[N]`, and whether it has one, bool `[N]`."""
+    bag_N, used_N = segment_of_positions(offsets, num_values)
+    begin_N = of_segments(positions(offsets[:-1], num_values), offsets, num_values)
+    place_N = jnp.arange(num_values, dtype=jnp.int32) - begin_N
+    return bag_N * max_length + place_N, used_N & (place_N < max_length)

@@ -7,7 +7,15 @@ from jax import lax
 
 from tpurec.errors import ConfigError
 from tpurec.kernels.bfloat16_words import halves, word_of
-from tpurec.kernels.optimizers import NAMES, RowOptimizer, pack_state, sqrt_without_root, unpack_state
+from tpurec.kernels.optimizers import (
+    ACCUMULATORS,
+    MOMENT_NAMES,
+    NAMES,
+    RowOptimizer,
+    pack_state,
+    sqrt_without_root,
+    unpack_state,
+)
 from tpurec.kernels.storage import Storage
 
 
@@ -46,10 +54,33 @@ def test_state_survives_packing(name):
     assert found is state is None or np.array_equal(found, state)
 
 
+@pytest.mark.parametrize("seed", [-1, 7])
+@pytest.mark.parametrize("name", ACCUMULATORS)
+def test_state_of_several_arrays_survives_packing_in_parts(name, seed):
+    """The step count is a part of it for Adam, and for every rule that rounds stochastically."""
+    storage, optimizer = Storage(300, 24, "bfloat16", max_part_bytes=1 << 14), RowOptimizer(name, rounding_seed=seed)
+    shapes = optimizer.state_shapes(300, 24)
+    assert storage.num_parts > 1 and (() in shapes) == (seed >= 0 or name in MOMENT_NAMES)
+    state = tuple(
+        jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) + number if shape else jnp.int32(5)
+        for number, shape in enumerate(shapes)
+    )
+    packed = pack_state(optimizer, state, storage)
+    assert [one.shape for one in packed] == optimizer.packed_shapes(storage)
+    assert sum(one.nbytes for one in packed) == optimizer.state_bytes(storage)
+    found = unpack_state(optimizer, packed, storage)
+    found = () if found is None else found if isinstance(found, tuple) else (found,)
+    assert len(found) == len(state) and all(map(np.array_equal, found, state))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("adam",), "optimizer 'adam' is not known"),
+        (("lamb",), "optimizer 'lamb' is not known"),
+        (("adam", 0.0), "eps 0 divides by zero"),
+        (("adam", 1e-8, 0.0, 1.0), "beta1 1.0: must lie in"),
+        (("sgd", 1e-8, 0.0, 0.9, 0.999, False, -1.0), "max_norm -1.0"),
+        (("sgd", 1e-8, 0.0, 0.9, 0.999, False, 0.0, 2**31), "rounding_seed 2147483648"),
         (("sgd", 1e-8, -0.1), "weight_decay -0.1"),
         (("adagrad", float("nan")), "eps nan"),
     ],

@@ -266,9 +266,13 @@ def test_compiles_without_a_graph_break_and_changes_the_table(backend):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": "adam"}, "optimizer: 'adam'"),
-        ({"state": []}, "needs some"),
-        ({"state": [torch.zeros(4, 8)]}, r"\[4, 8\]; on the CPU one float32 \[4\]"),
+        ({"optimizer": "lamb"}, "optimizer: 'lamb'"),
+        ({"state": []}, "state: 0 tensors; rowwise_adagrad needs 1"),
+        ({"state": [torch.zeros(4, 8)]}, r"\[4, 8\]; on the CPU float32 \[4\]"),
+        ({"optimizer": "adam", "eps": 0.0}, "eps: 0.0; adam needs one above 0"),
+        ({"optimizer": "rowwise_adam"}, "rowwise_adam needs 3"),
+        ({"max_gradient_norm": -1.0}, "max_gradient_norm: -1.0"),
+        ({"rounding_seed": 2**31}, "rounding_seed: 2147483648"),
         ({"grad": torch.zeros(2, 8)}, r"grad: \[2, 8\]; \[1, 16\]"),
     ],
 )

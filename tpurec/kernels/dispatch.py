@@ -51,7 +51,8 @@ class Shape:
         num_ids: capacity of the ids array.
         weighted: there is a weight per id.
         pooling: `sum` or `mean`.
-        optimizer: for `embedding_update`: `sgd`, `adagrad` or `rowwise_adagrad`; empty otherwise.
+        optimizer: for `embedding_update`: a name of `optimizers.ACCUMULATORS`; empty otherwise.
+        plain_only: what is asked of the optimizer that no Pallas kernel does, in words; empty if there is a kernel.
     """
 
     storage: Storage
@@ -60,6 +61,7 @@ class Shape:
     weighted: bool = False
     pooling: str = "sum"
     optimizer: str = ""
+    plain_only: str = ""
 
     def __post_init__(self) -> None:
         if self.pooling not in ("sum", "mean"):

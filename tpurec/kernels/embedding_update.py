@@ -18,14 +18,14 @@ from tpurec.errors import ConfigError
 from tpurec.kernels import dispatch
 from tpurec.kernels.dedup import occurrence_factors
 from tpurec.kernels.embedding_bag import bag_of_ids, check_arguments
-from tpurec.kernels.optimizers import RowOptimizer, rowwise_entries, step
+from tpurec.kernels.optimizers import ACCUMULATORS, RowOptimizer, State, round_rows, step
 from tpurec.kernels.storage import Storage
 from tpurec.topology.chips import Chip
 
 
 def reference(
     table_RD: jax.Array,
-    state: jax.Array | None,
+    state: State,
     grads_BD: jax.Array,
     ids_N: jax.Array,
     offsets: jax.Array,
@@ -33,12 +33,13 @@ def reference(
     lr: jax.Array,
     optimizer: RowOptimizer,
     pooling: str = "sum",
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, State]:
     """Add the gradients of every row that occurs, then take exactly one step on each of these rows.
 
     Args:
         table_RD: float32 or bfloat16 `[R, D]`; the maths is float32, and the new row is rounded once.
-        state: float32 `optimizer.state_shape(R, D)`, or None.
+        state: arrays of `optimizer.state_shapes(R, D)`, float32 and at the end the int32 step count where the rule has
+            one; a single one may stand for itself, and None for none.
         grads_BD: float32 `[B, D]`, the gradient of the bags.
         ids_N: int32 `[N]`, rows of the table; ids outside of [0, R), such as the padding -1, are skipped.
         offsets: int32 `[B + 1]`, ascending from 0; ids from `offsets[-1]` on are capacity and ignored.
@@ -66,10 +67,14 @@ def reference(
     grads_RD = jnp.zeros(table_RD.shape, jnp.float32).at[rows_N].add(grads_ND, mode="drop")
     touched_R = jnp.zeros(num_rows, bool).at[rows_N].set(True, mode="drop")
     new_RD, new_state = step(optimizer, table_RD.astype(jnp.float32), grads_RD, state, lr)
-    table_RD = jnp.where(touched_R[:, None], new_RD.astype(table_RD.dtype), table_RD)
-    if state is not None:
-        state = jnp.where(touched_R.reshape(-1, *[1] * (state.ndim - 1)), new_state, state)
-    return table_RD, state
+    new_RD = round_rows(optimizer, new_RD, jnp.arange(num_rows, dtype=jnp.int32), new_state, table_RD.dtype)
+    table_RD = jnp.where(touched_R[:, None], new_RD, table_RD)
+
+    def of_touched(new: jax.Array, old: jax.Array) -> jax.Array:
+        # The step count has no rows: it grows in every update.
+        return jnp.where(touched_R.reshape(-1, *[1] * (old.ndim - 1)), new, old) if old.ndim else new
+
+    return table_RD, jax.tree.map(of_touched, new_state, state)
 
 
 def update(
@@ -118,10 +123,12 @@ def update(
     grads_BD, lr = jnp.asarray(grads_BD), jnp.asarray(lr)  # a NumPy array cannot be indexed by traced ids
     _check_update(state, grads_BD, offsets, lr, storage, optimizer)
     num_bags, num_ids = offsets.shape[0] - 1, ids_N.shape[0]
-    shape = dispatch.Shape(storage, num_bags, num_ids, weights_N is not None, pooling, optimizer.name)
+    shape = dispatch.Shape(
+        storage, num_bags, num_ids, weights_N is not None, pooling, optimizer.name, optimizer.beyond_kernels or ""
+    )
     choice = dispatch.choose("embedding_update", shape, chip, implementation, config)
     if num_bags == 0 or num_ids == 0:
-        return tuple(parts), tuple(state)
+        return tuple(parts), (*state[:-1], state[-1] + 1) if optimizer.counts_steps else tuple(state)
     return choice.module.run(
         parts,
         state,
@@ -151,16 +158,10 @@ def _check_update(
         raise ConfigError(f"grads are {grads_BD.dtype}{grads_BD.shape}: expected float32 {expected}, one row per bag.")
     if jnp.shape(lr) != () or jnp.result_type(lr) != jnp.float32:
         raise ConfigError(f"lr is {jnp.result_type(lr)}{jnp.shape(lr)}: expected a float32 scalar.")
-    of_state = optimizer.state_storage(storage)
-    if of_state is not None:
-        shapes = [of_state.part_shape] * of_state.num_parts
-    else:
-        shapes = [(rowwise_entries(storage.num_rows),)] if optimizer.name == "rowwise_adagrad" else []
+    expected = [(shape, "float32" if shape else "int32") for shape in optimizer.packed_shapes(storage)]
     found = [(tuple(array.shape), str(array.dtype)) for array in state]
-    if found != [(one, "float32") for one in shapes]:
-        raise ConfigError(
-            f"state of {optimizer.name} is {found}: expected float32 arrays of {shapes}.", "Make it with pack_state."
-        )
+    if found != expected:
+        raise ConfigError(f"state of {optimizer.name} is {found}: expected {expected}.", "Make it with pack_state.")
 
 
 def least_hbm_bytes(
@@ -184,7 +185,7 @@ def least_hbm_bytes(
         Bytes of `lookup` and of `update`.
     """
     row = storage.dim * (4 // storage.columns_per_word)
-    per_row_state = {"sgd": 0, "adagrad": storage.dim * 4, "rowwise_adagrad": 4}[optimizer.name]
+    per_row_state = sum({"element": storage.dim * 4, "row": 4}[kind] for kind in ACCUMULATORS[optimizer.name])
     bags = num_bags * storage.dim * 4
     index = num_ids * 4 * (2 if weighted else 1) + (num_bags + 1) * 4
     return {

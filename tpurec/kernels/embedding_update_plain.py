@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from tpurec.kernels.dedup import UniqueRows, unique_rows
 from tpurec.kernels.dispatch import Shape
-from tpurec.kernels.optimizers import RowOptimizer, step
+from tpurec.kernels.optimizers import RowOptimizer, by_array, round_rows, step
 from tpurec.kernels.storage import LANES, Storage, gather_rows, line_window, to_words
 from tpurec.topology.chips import Chip
 
@@ -71,18 +71,25 @@ def run(
     grads_UD = combined_gradients(unique, grads_BD)
     rows_U = jnp.maximum(unique.rows_N, 0)
     values_UD = gather_rows(parts, rows_U, storage)
-    found = None
-    if optimizer.name == "adagrad":
-        found = gather_rows(state, rows_U, optimizer.state_storage(storage))
-    elif optimizer.name == "rowwise_adagrad":
-        found = state[0][rows_U]
+    of_state = optimizer.state_storage(storage)
+    groups = by_array(optimizer, tuple(state), storage)
+    shapes = optimizer.state_shapes(storage.num_rows, storage.dim)
+    found = tuple(
+        gather_rows(group, rows_U, of_state) if len(shape) == 2 else group[0][rows_U] if shape else group[0]
+        for group, shape in zip(groups, shapes, strict=True)
+    )
     new_UD, new_state = step(optimizer, values_UD, grads_UD, found, lr)
-    if optimizer.name == "adagrad":
-        state = _scatter_rows(state, unique.rows_N, new_state, optimizer.state_storage(storage))
-    elif optimizer.name == "rowwise_adagrad":
-        nowhere = jnp.where(unique.rows_N < 0, len(state[0]), unique.rows_N)
-        state = (state[0].at[nowhere].set(new_state, mode="drop", unique_indices=True),)
-    return _scatter_rows(parts, unique.rows_N, new_UD, storage), tuple(state)
+    new_UD = round_rows(optimizer, new_UD, rows_U, new_state, storage.dtype)
+    written: list[jax.Array] = []
+    for group, shape, new in zip(groups, shapes, jax.tree.leaves(new_state), strict=True):
+        if len(shape) == 2:
+            written += _scatter_rows(group, unique.rows_N, new, of_state)
+        elif shape:
+            nowhere = jnp.where(unique.rows_N < 0, len(group[0]), unique.rows_N)
+            written.append(group[0].at[nowhere].set(new, mode="drop", unique_indices=True))
+        else:
+            written.append(new)
+    return _scatter_rows(parts, unique.rows_N, new_UD, storage), tuple(written)
 
 
 def combined_gradients(unique: UniqueRows, grads_BD: jax.Array) -> jax.Array:

@@ -134,6 +134,8 @@ def limit(shape: Shape, chip: Chip | None, config: Config) -> str | None:
     """
     if chip is None or chip.sparse_core is None:
         return f"{chip.name if chip else 'no TPU'} has no SparseCore"
+    if shape.plain_only:
+        return f"{shape.plain_only}: in plain JAX only"
     if shape.storage.max_part_bytes > MAX_PART_BYTES:
         return f"a SparseCore kernel takes at most 16 GiB per tensor, not {shape.storage.max_part_bytes} bytes"
     if shape.storage.num_parts > 8:

@@ -79,6 +79,8 @@ def limit(shape: Shape, chip: Chip | None, config: Config) -> str | None:
     """
     if chip is None:
         return "no TPU is targeted"
+    if shape.plain_only:
+        return f"{shape.plain_only}: in plain JAX only"
     if shape.storage.num_parts > 1:
         return f"it takes one part, the storage has {shape.storage.num_parts}"
     if shape.optimizer == "adagrad" and shape.storage.columns_per_word == 2:

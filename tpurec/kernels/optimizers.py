@@ -1,20 +1,34 @@
 """What one optimizer step does to one row: written once, for the reference, plain JAX and the kernels.
 
-FBGEMM's rules (fbgemm_gpu 1.8, `EXACT_SGD`, `EXACT_ADAGRAD`, `EXACT_ROWWISE_ADAGRAD`), for a row w with gradient g:
+FBGEMM's rules (fbgemm_gpu 1.8, `EXACT_SGD`, `EXACT_ADAGRAD`, `EXACT_ROWWISE_ADAGRAD`, `ADAM`,
+`PARTIAL_ROWWISE_ADAM`), for a row w with gradient g:
 
     sgd               w -= lr * g
     adagrad           s += g^2;        w -= lr / (sqrt(s) + eps) * g      s has the row's shape
     rowwise_adagrad   s += mean(g^2);  w -= lr / (sqrt(s) + eps) * g      s is one number per row
+    adam              m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;
+                      w -= lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    rowwise_adam      the same with v = b2 v + (1 - b2) mean(g^2), one number per row
 
-Weight decay is FBGEMM's `WeightDecayMode.L2`: g = gradient + weight_decay * w before anything else, on touched rows
-only. FBGEMM's own CPU kernels accept `weight_decay` and ignore it for all three (seen with 1.8.0); its GPU kernel for
-row-wise Adagrad does what is written here.
+t is the *global* step: the number of updates of the storage so far, this one included, whichever rows they touched. It
+is part of the state and grows by one in every update, also in one without ids. The moments of a row that a batch does
+not touch do not decay: row, m and v keep their bits ("lazy" or sparse Adam, as FBGEMM and `torch.optim.SparseAdam`).
+
+What comes before and after, for every rule and for touched rows only:
+
+1. `max_norm`: g, the row's combined gradient, is scaled down to this Euclidean norm if it is longer.
+2. `weight_decay`, L2 (FBGEMM's `WeightDecayMode.L2`): g += weight_decay * w, before the accumulators see it. FBGEMM's
+   own CPU kernels accept `weight_decay` and ignore it (seen with 1.8.0); its GPU kernel for row-wise Adagrad does this.
+   If `decoupled` (AdamW; FBGEMM's `WeightDecayMode.DECOUPLE`): w -= lr * weight_decay * w, and g is left alone.
+3. The new row is rounded to the table's dtype, to nearest, or for bfloat16 with `rounding_seed` up or down at random
+   (`rounding.py`), so that steps below half a unit in the last place are not lost.
 
 The functions are element-wise and take their square root as an argument, because a SparseCore has none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +38,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpurec.errors import ConfigError
+from tpurec.kernels.rounding import noise, truncated_to_bfloat16
 from tpurec.kernels.storage import Storage, pack, unpack
 
-NAMES = ("sgd", "adagrad", "rowwise_adagrad")
+# What a rule keeps for a table: numbers per element, or one per row.
+ACCUMULATORS: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "adagrad": ("element",),
+    "rowwise_adagrad": ("row",),
+    "adam": ("element", "element"),
+    "rowwise_adam": ("element", "row"),
+}
+NAMES = ("sgd", "adagrad", "rowwise_adagrad")  # which the Pallas kernels step
+MOMENT_NAMES = ("adam", "rowwise_adam")
+State = jax.Array | tuple[jax.Array, ...] | None
 _TILE = 1024  # words of a one-dimensional tile
 _SMALLEST = 1e-36  # below, intermediate results are subnormal, which TPUs flush to 0
 
@@ -36,30 +61,76 @@ class RowOptimizer:
     """The part of an optimizer that a program is compiled for; the learning rate is an array and not part of it.
 
     Args:
-        name: `sgd`, `adagrad` or `rowwise_adagrad`.
-        eps: added to the root of the accumulator; unused by `sgd`.
-        weight_decay: L2 coefficient, >= 0.
+        name: `sgd`, `adagrad`, `rowwise_adagrad`, `adam` or `rowwise_adam`.
+        eps: added to the root of the accumulator; unused by `sgd`; above 0 for Adam.
+        weight_decay: coefficient, >= 0.
+        beta1: decay of Adam's first moment, in [0, 1).
+        beta2: decay of Adam's second moment, in [0, 1).
+        decoupled: weight decay acts on the row, not on the gradient.
+        max_norm: longest gradient of a row, > 0; 0 for no limit.
+        rounding_seed: rounds bfloat16 rows stochastically, 0 to 2^31 - 1; -1 rounds to nearest.
 
     Raises:
         ConfigError: naming the value and what is allowed.
 
     >>> RowOptimizer("rowwise_adagrad").state_shape(1000, 64)
     (1000,)
+    >>> RowOptimizer("rowwise_adam").state_shapes(1000, 64)
+    ((1000, 64), (1000,), ())
     """
 
     name: str
     eps: float = 1e-8
     weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    decoupled: bool = False
+    max_norm: float = 0.0
+    rounding_seed: int = -1
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise ConfigError(f"optimizer {self.name!r} is not known.", f"Known optimizers: {', '.join(NAMES)}.")
-        for field in ("eps", "weight_decay"):
+        if self.name not in ACCUMULATORS:
+            raise ConfigError(f"optimizer {self.name!r} is not known.", f"Known optimizers: {', '.join(ACCUMULATORS)}.")
+        for field in ("eps", "weight_decay", "max_norm"):
             if not 0 <= getattr(self, field) < float("inf"):
                 raise ConfigError(f"{self.name}: {field} {getattr(self, field)}: 0 or a positive number is needed.")
+        if self.name in MOMENT_NAMES and self.eps == 0:
+            raise ConfigError(f"{self.name}: eps 0 divides by zero where a gradient is 0.", "Use eps 1e-8.")
+        for field in ("beta1", "beta2"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ConfigError(f"{self.name}: {field} {getattr(self, field)}: must lie in [0, 1).")
+        if not -1 <= self.rounding_seed < 2**31:
+            raise ConfigError(f"{self.name}: rounding_seed {self.rounding_seed}: 0 to 2^31 - 1, or -1 for none.")
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the last of its state is the number of updates so far, an int32 scalar."""
+        return self.name in MOMENT_NAMES or self.rounding_seed >= 0
+
+    @property
+    def beyond_kernels(self) -> str | None:
+        """What of it no Pallas kernel does, in words; None if there is a kernel."""
+        found = [self.name] if self.name in MOMENT_NAMES else []
+        found += ["decoupled weight decay"] if self.decoupled and self.weight_decay else []
+        found += ["gradient clipping"] if self.max_norm else []
+        found += ["stochastic rounding"] if self.rounding_seed >= 0 else []
+        return " and ".join(found) or None
+
+    def state_shapes(self, num_rows: int, dim: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of all state of a plain table: float32 accumulators, then the int32 step count if there is one.
+
+        Args:
+            num_rows: rows of the table.
+            dim: its columns.
+
+        Returns:
+            One shape an array.
+        """
+        shapes = tuple({"element": (num_rows, dim), "row": (num_rows,)}[kind] for kind in ACCUMULATORS[self.name])
+        return (*shapes, ()) if self.counts_steps else shapes
 
     def state_shape(self, num_rows: int, dim: int) -> tuple[int, ...] | None:
-        """Shape of the float32 accumulators of a plain table.
+        """Shape of the only accumulators of a plain table.
 
         Args:
             num_rows: rows of the table.
@@ -68,7 +139,10 @@ class RowOptimizer:
         Returns:
             `(num_rows, dim)`, `(num_rows,)`, or None if there is no state.
         """
-        return {"sgd": None, "adagrad": (num_rows, dim), "rowwise_adagrad": (num_rows,)}[self.name]
+        shapes = self.state_shapes(num_rows, dim)
+        if len(shapes) > 1:
+            raise ConfigError(f"{self.name} keeps {len(shapes)} arrays.", "Ask state_shapes.")
+        return shapes[0] if shapes else None
 
     def state_storage(self, storage: Storage) -> Storage | None:
         """How per-element accumulators of a storage lie in memory.
@@ -77,18 +151,31 @@ class RowOptimizer:
             storage: the table's.
 
         Returns:
-            A float32 storage for `adagrad`; None for the others.
+            A float32 storage; None if the rule has none per element.
         """
-        if self.name != "adagrad":
+        if "element" not in ACCUMULATORS[self.name]:
             return None
         return Storage(storage.num_rows, storage.dim, "float32", storage.max_part_bytes)
 
+    def packed_shapes(self, storage: Storage) -> list[tuple[int, ...]]:
+        """Shapes of all state as `pack_state` lays it out.
+
+        Args:
+            storage: the table's.
+
+        Returns:
+            One shape an array.
+        """
+        shapes: list[tuple[int, ...]] = []
+        for kind in ACCUMULATORS[self.name]:
+            of_state = self.state_storage(storage)
+            rows = [(rowwise_entries(storage.num_rows),)]
+            shapes += rows if kind == "row" else [of_state.part_shape] * of_state.num_parts
+        return [*shapes, ()] if self.counts_steps else shapes
+
     def state_bytes(self, storage: Storage) -> int:
-        """Bytes of the accumulators of a storage."""
-        if self.name == "rowwise_adagrad":
-            return rowwise_entries(storage.num_rows) * 4
-        of_state = self.state_storage(storage)
-        return of_state.num_bytes if of_state else 0
+        """Bytes of the state of a storage."""
+        return sum(4 * math.prod(shape) for shape in self.packed_shapes(storage))
 
 
 def rowwise_entries(num_rows: int) -> int:
@@ -103,45 +190,89 @@ def rowwise_entries(num_rows: int) -> int:
     return -(-num_rows // _TILE) * _TILE
 
 
-def pack_state(optimizer: RowOptimizer, state: jax.Array | None, storage: Storage) -> tuple[jax.Array, ...]:
-    """Lay plain accumulators out as the kernels keep them.
+def pack_state(optimizer: RowOptimizer, state: State, storage: Storage) -> tuple[jax.Array, ...]:
+    """Lay plain state out as the kernels keep it.
 
     Args:
-        optimizer: decides the shape.
-        state: float32 `optimizer.state_shape(num_rows, dim)`, or None if there is none.
+        optimizer: decides the shapes.
+        state: arrays of `optimizer.state_shapes(num_rows, dim)`, float32 and at the end the int32 step count; a single
+            one may stand for itself, and None for none.
         storage: of the table.
 
     Returns:
-        `()` for `sgd`, the parts of `optimizer.state_storage(storage)` for `adagrad`, one array of
-        `rowwise_entries(num_rows)` for `rowwise_adagrad`.
+        Arrays of `optimizer.packed_shapes(storage)`.
     """
-    expected = optimizer.state_shape(storage.num_rows, storage.dim)
-    if (None if state is None else (state.shape, state.dtype)) != (None if expected is None else (expected, "float32")):
-        found = None if state is None else (state.shape, str(state.dtype))
-        raise ConfigError(f"{optimizer.name}: state {found}, expected float32 {expected}.")
-    if optimizer.name == "adagrad":
-        return pack(state, optimizer.state_storage(storage))
-    return () if state is None else (jnp.pad(state, (0, rowwise_entries(storage.num_rows) - storage.num_rows)),)
+    arrays = _flat(state)
+    shapes = optimizer.state_shapes(storage.num_rows, storage.dim)
+    expected = [(shape, "float32" if shape else "int32") for shape in shapes]
+    found = [(tuple(one.shape), str(one.dtype)) for one in arrays]
+    if found != expected:
+        raise ConfigError(f"{optimizer.name}: state {found}, expected {expected}.")
+    packed: list[jax.Array] = []
+    for array in arrays:
+        if array.ndim == 2:
+            packed += pack(array, optimizer.state_storage(storage))
+        elif array.ndim == 1:
+            packed.append(jnp.pad(array, (0, rowwise_entries(storage.num_rows) - storage.num_rows)))
+        else:
+            packed.append(jnp.asarray(array))
+    return tuple(packed)
 
 
-def unpack_state(optimizer: RowOptimizer, state: tuple[jax.Array, ...], storage: Storage) -> jax.Array | None:
+def unpack_state(optimizer: RowOptimizer, state: tuple[jax.Array, ...], storage: Storage) -> State:
     """The inverse of `pack_state`.
 
     Args:
-        optimizer: decides the shape.
+        optimizer: decides the shapes.
         state: as `pack_state` returns it.
         storage: of the table.
 
     Returns:
-        float32 `optimizer.state_shape(num_rows, dim)`, or None.
+        As `pack_state` takes it.
     """
-    if optimizer.name == "adagrad":
-        return unpack(state, optimizer.state_storage(storage))
-    return state[0][: storage.num_rows] if state else None
+    arrays: list[jax.Array] = []
+    for group, shape in zip(
+        by_array(optimizer, state, storage), optimizer.state_shapes(storage.num_rows, storage.dim), strict=True
+    ):
+        if len(shape) == 2:
+            arrays.append(unpack(group, optimizer.state_storage(storage)))
+        else:
+            arrays.append(group[0][: storage.num_rows] if shape else group[0])
+    return _like(tuple(arrays))
+
+
+def by_array(optimizer: RowOptimizer, state: tuple[jax.Array, ...], storage: Storage) -> list[tuple[jax.Array, ...]]:
+    """The parts of each array of packed state.
+
+    Args:
+        optimizer: decides the shapes.
+        state: as `pack_state` returns it.
+        storage: of the table.
+
+    Returns:
+        For each array of `optimizer.state_shapes` its parts.
+    """
+    groups, at = [], 0
+    for shape in optimizer.state_shapes(storage.num_rows, storage.dim):
+        count = optimizer.state_storage(storage).num_parts if len(shape) == 2 else 1
+        groups.append(tuple(state[at : at + count]))
+        at += count
+    return groups
+
+
+def _flat(state: State) -> tuple[jax.Array, ...]:
+    return () if state is None else state if isinstance(state, tuple) else (state,)
+
+
+def _like(arrays: tuple[jax.Array, ...]) -> State:
+    """One accumulator stands for itself, as it does in the arguments."""
+    if not arrays:
+        return None
+    return arrays[0] if len(arrays) == 1 and arrays[0].ndim else arrays
 
 
 def decayed(optimizer: RowOptimizer, grad: Any, row: Any) -> Any:
-    """The gradient with L2 weight decay: `grad + weight_decay * row`.
+    """The gradient with L2 weight decay: `grad + weight_decay * row`, unless the decay is decoupled.
 
     Args:
         optimizer: has the coefficient.
@@ -151,7 +282,7 @@ def decayed(optimizer: RowOptimizer, grad: Any, row: Any) -> Any:
     Returns:
         float32, same shape.
     """
-    return grad + optimizer.weight_decay * row if optimizer.weight_decay else grad
+    return grad + optimizer.weight_decay * row if optimizer.weight_decay and not optimizer.decoupled else grad
 
 
 def rate(optimizer: RowOptimizer, state: Any, lr: Any, sqrt: Callable[[Any], Any] = jnp.sqrt) -> Any:
@@ -173,28 +304,86 @@ def rate(optimizer: RowOptimizer, state: Any, lr: Any, sqrt: Callable[[Any], Any
 
 
 def step(
-    optimizer: RowOptimizer, rows_UD: jax.Array, grads_UD: jax.Array, state_U: jax.Array | None, lr: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
+    optimizer: RowOptimizer, rows_UD: jax.Array, grads_UD: jax.Array, state: State, lr: jax.Array
+) -> tuple[jax.Array, State]:
     """One step on each row.
 
     Args:
         optimizer: the rule.
         rows_UD: float32 `[U, dim]`.
         grads_UD: float32 `[U, dim]`, duplicates combined.
-        state_U: float32 `[U, dim]`, `[U]` or None, as the rule says.
+        state: arrays of `optimizer.state_shapes(U, dim)`, as `pack_state` takes them.
         lr: float32 scalar.
 
     Returns:
-        New rows and new state, same shapes, float32.
+        New rows, not yet rounded, and new state, same shapes.
     """
+    *found, count = (*_flat(state), None) if not optimizer.counts_steps else _flat(state)
+    if optimizer.max_norm:
+        norm_U1 = jnp.sqrt(jnp.sum(grads_UD * grads_UD, axis=1, keepdims=True))
+        grads_UD = grads_UD * (optimizer.max_norm / jnp.maximum(norm_U1, optimizer.max_norm))
     grads_UD = decayed(optimizer, grads_UD, rows_UD)
+    new_UD = rows_UD - lr * (optimizer.weight_decay * rows_UD) if optimizer.decoupled else rows_UD
+    squares = grads_UD * grads_UD
+    if optimizer.name.startswith("rowwise"):
+        squares = jnp.mean(squares, axis=1)
+    kept: list[jax.Array] = []
+    if count is not None:
+        count = count + 1
     if optimizer.name == "sgd":
-        return rows_UD - lr * grads_UD, None
-    if optimizer.name == "adagrad":
-        state = state_U + grads_UD * grads_UD
-        return rows_UD - rate(optimizer, state, lr) * grads_UD, state
-    state = state_U + jnp.mean(grads_UD * grads_UD, axis=1)
-    return rows_UD - rate(optimizer, state, lr)[:, None] * grads_UD, state
+        new_UD = new_UD - lr * grads_UD
+    elif optimizer.name in MOMENT_NAMES:
+        first = optimizer.beta1 * found[0] + (1 - optimizer.beta1) * grads_UD
+        second = optimizer.beta2 * found[1] + (1 - optimizer.beta2) * squares
+        root = jnp.sqrt(second / one_minus_power(optimizer.beta2, count)) + optimizer.eps
+        scale = lr / one_minus_power(optimizer.beta1, count)
+        new_UD = new_UD - scale * first / (root if root.ndim == 2 else root[:, None])
+        kept = [first, second]
+    else:
+        grown = found[0] + squares
+        factor = rate(optimizer, grown, lr)
+        new_UD = new_UD - (factor if factor.ndim == 2 else factor[:, None]) * grads_UD
+        kept = [grown]
+    return new_UD, _like((*kept, count) if count is not None else tuple(kept))
+
+
+def one_minus_power(base: float, exponent: jax.Array) -> jax.Array:
+    """`1 - base ** exponent` without cancellation: in float32, 1 - 0.999 ** 1 would lose four digits of seven.
+
+    Args:
+        base: in [0, 1).
+        exponent: int32 scalar, 1 or more.
+
+    Returns:
+        float32 scalar.
+    """
+    return -jnp.expm1(exponent.astype(jnp.float32) * math.log(base)) if base else jnp.float32(1)
+
+
+def round_rows(
+    optimizer: RowOptimizer, rows_UD: jax.Array, numbers_U: jax.Array, state: State, dtype: Any
+) -> jax.Array:
+    """Round new rows to the table's dtype.
+
+    Args:
+        optimizer: says how.
+        rows_UD: float32 `[U, dim]`, of `step`.
+        numbers_U: int32 `[U]`, the rows' numbers in their storage.
+        state: new state of `step`.
+        dtype: float32 or bfloat16.
+
+    Returns:
+        `[U, dim]` of the dtype.
+    """
+    nearest = rows_UD.astype(dtype)
+    if optimizer.rounding_seed < 0 or nearest.dtype != jnp.bfloat16:
+        return nearest
+    seed, count = (jnp.asarray(one, jnp.uint32)[None] for one in (optimizer.rounding_seed, _flat(state)[-1]))
+    columns = jnp.arange(rows_UD.shape[1], dtype=jnp.uint32)
+    random = noise(seed, count, numbers_U.astype(jnp.uint32), columns)
+    bits = truncated_to_bfloat16(lax.bitcast_convert_type(rows_UD, jnp.uint32), random)
+    chosen = lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)  # exact
+    return jnp.where(jnp.isfinite(rows_UD), chosen, nearest)
 
 
 def sqrt_without_root(x: jax.Array, bitcast: Callable[[jax.Array, Any], jax.Array]) -> jax.Array:

@@ -143,6 +143,11 @@ def _update(
     feature_tables: tuple[int, ...],
     num_rows: int,
     dim: int,
+    beta1: float,
+    beta2: float,
+    decoupled_weight_decay: bool,
+    max_gradient_norm: float,
+    rounding_seed: int,
     *,
     chip: Chip | None,
     implementation: str | None,
@@ -156,7 +161,9 @@ def _update(
         weights,
         lr,
         storage=_storage(parts, num_rows, dim),
-        optimizer=RowOptimizer(optimizer, eps, weight_decay),
+        optimizer=RowOptimizer(
+            optimizer, eps, weight_decay, beta1, beta2, decoupled_weight_decay, max_gradient_norm, rounding_seed
+        ),
         pooling=pooling,
         chip=chip,
         implementation=implementation,

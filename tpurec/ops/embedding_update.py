@@ -20,8 +20,8 @@ from tpurec.ops.jagged_rows import (
     plain_table,
     used_rows,
 )
+from tpurec.ops.row_step import RowStep
 
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 # Rows are updated in blocks of about this many values, so that a block's gradients stay in the cache.
 _BLOCK_VALUES = 1 << 18
 
@@ -42,34 +42,49 @@ def embedding_update_(
     feature_tables: list[int],
     num_rows: int,
     dim: int,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    decoupled_weight_decay: bool = False,
+    max_gradient_norm: float = 0.0,
+    rounding_seed: int = -1,
 ) -> None:
     """Add the gradients of each row that occurs in `ids` and take one optimizer step on it.
 
     Args:
         parts: the stacked tables, changed in place; laid out as in the lookup.
-        state: the accumulators, float32, changed in place: one tensor `[num_rows, dim]` for `adagrad` (packed like the
-            tables on a TPU), one `[num_rows]` for `rowwise_adagrad`, none for `sgd`.
+        state: the accumulators, float32, changed in place: `[num_rows, dim]` for `adagrad` (packed like the tables on
+            a TPU), `[num_rows]` for `rowwise_adagrad`, none for `sgd`, two `[num_rows, dim]` for `adam`,
+            `[num_rows, dim]` and `[num_rows]` for `rowwise_adam`. Behind them, for Adam and for stochastic rounding,
+            the number of updates so far, int32 `[]`: every call adds one, also one whose ids are all skipped.
         grad: `[batch_size, num_features * dim]`, the gradient of the lookup's output.
         ids: `[num_ids]` int32 or int64, as in the lookup.
         offsets: `[num_features * batch_size + 1]`, as in the lookup.
         weights: `[num_ids]` or None, as in the lookup.
         lr: learning rate, a float32 scalar tensor, so that a schedule recompiles nothing.
-        optimizer: `sgd`, `adagrad` or `rowwise_adagrad`.
+        optimizer: `sgd`, `adagrad`, `rowwise_adagrad`, `adam` or `rowwise_adam`.
         eps: added to the root of the accumulator.
-        weight_decay: L2 coefficient.
+        weight_decay: coefficient.
         pooling: `sum` or `mean`, as in the lookup.
         feature_tables: for every feature the number of the table it reads; features of different tables never have a
             row in common.
         num_rows: rows of the stack.
         dim: columns of the stack.
+        beta1: decay of Adam's first moment.
+        beta2: decay of Adam's second moment.
+        decoupled_weight_decay: weight decay acts on the row (AdamW), not on the gradient (L2).
+        max_gradient_norm: the combined gradient of a row is scaled down to this Euclidean norm; 0 for no limit.
+        rounding_seed: bfloat16 rows are rounded stochastically from this seed; -1 for to nearest.
 
     Raises:
         ValueError: a shape, dtype or optimizer that does not fit.
         IndexError: offsets that do not lie within the ids.
     """
-    _check(parts, state, grad, ids, offsets, weights, optimizer, pooling, feature_tables, dim)
+    rule = RowStep(optimizer, eps, weight_decay, beta1, beta2, decoupled_weight_decay, max_gradient_norm, rounding_seed)
+    _check(parts, state, grad, ids, offsets, weights, rule, pooling, feature_tables, dim)
     table = plain_table(parts, num_rows, dim)
-    sums = _plain_state(state, optimizer, num_rows, dim)
+    rule.check_state(state, num_rows, dim)
+    if rule.counts_steps:
+        state[-1].add_(1)
     ids, offsets, weights, _ = used_rows(ids, offsets, weights, num_rows)
     if ids.numel() == 0:
         return
@@ -78,7 +93,8 @@ def embedding_update_(
     if weights is not None:
         weights = normalized_weights(offsets, weights, compute) if pooling == "mean" else weights.to(compute)
         pooling = "sum"
-    if fbgemm_cpu.can_update(table, feature_tables, optimizer, weight_decay):
+    if not max_gradient_norm and fbgemm_cpu.can_update(table, feature_tables, optimizer, weight_decay):
+        sums = state[0] if optimizer == "adagrad" else None
         fbgemm_cpu.update_(table, sums, grad, ids, offsets, weights, lr, eps, pooling, feature_tables)
         return
     lines, starts, rows, factors = _by_row(ids, offsets, weights, pooling, len(feature_tables), compute)
@@ -94,7 +110,7 @@ def embedding_update_(
             include_last_offset=True,
             per_sample_weights=None if factors is None else factors[begin:end],
         )
-        _step(table, sums, rows[first : first + block], grad_rows, lr, optimizer, eps, weight_decay)
+        rule.apply(table, state, rows[first : first + block], grad_rows, lr)
 
 
 def _by_row(
@@ -127,35 +143,6 @@ def _by_row(
     return line_of_bag[place], starts, ordered[begins], factors
 
 
-def _step(
-    table: Tensor,
-    state: Tensor | None,
-    rows: Tensor,
-    grad_rows: Tensor,
-    lr: Tensor,
-    optimizer: str,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """One optimizer step on `rows`, int64 and unique, with gradients `[len(rows), dim]`, which it may overwrite."""
-    values = table.index_select(0, rows).to(grad_rows.dtype)
-    if weight_decay:
-        grad_rows.add_(values, alpha=weight_decay)
-    if optimizer == "sgd":
-        values.sub_(grad_rows.mul_(lr))
-    else:
-        sums = state.index_select(0, rows)
-        if optimizer == "rowwise_adagrad":
-            squares = torch.linalg.vector_norm(grad_rows, dim=1).square_().div_(grad_rows.shape[1])
-            sums.add_(squares)
-            values.addcmul_(grad_rows, (-lr / (sums.sqrt() + eps))[:, None].to(values.dtype))
-        else:
-            sums.addcmul_(grad_rows, grad_rows)
-            values.sub_(grad_rows.mul_(lr).div_(sums.sqrt().add_(eps)))
-        state.index_copy_(0, rows, sums)
-    table.index_copy_(0, rows, values.to(table.dtype))
-
-
 @embedding_update_.register_fake
 def _(
     parts: list[Tensor],
@@ -172,8 +159,14 @@ def _(
     feature_tables: list[int],
     num_rows: int,
     dim: int,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    decoupled_weight_decay: bool = False,
+    max_gradient_norm: float = 0.0,
+    rounding_seed: int = -1,
 ) -> None:
-    _check(parts, state, grad, ids, offsets, weights, optimizer, pooling, feature_tables, dim)
+    rule = RowStep(optimizer, eps, weight_decay, beta1, beta2, decoupled_weight_decay, max_gradient_norm, rounding_seed)
+    _check(parts, state, grad, ids, offsets, weights, rule, pooling, feature_tables, dim)
 
 
 def _check(
@@ -183,26 +176,15 @@ def _check(
     ids: Tensor,
     offsets: Tensor,
     weights: Tensor | None,
-    optimizer: str,
+    rule: RowStep,
     pooling: str,
     feature_tables: list[int],
     dim: int,
 ) -> None:
     check_inputs(parts, ids, offsets, weights, pooling, len(feature_tables))
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer: {optimizer!r}; one of {OPTIMIZERS} is expected")
-    if bool(state) == (optimizer == "sgd"):
-        raise ValueError(f"state: {len(state)} tensors; {optimizer} needs {'none' if optimizer == 'sgd' else 'some'}")
+    if len(state) != rule.num_states:
+        needed = rule.num_states or "none"
+        raise ValueError(f"state: {len(state)} tensors; {rule.optimizer} needs {needed}")
     expected = ((offsets.shape[0] - 1) // len(feature_tables), len(feature_tables) * dim)
     if grad.shape != expected:
         raise ValueError(f"grad: {list(grad.shape)}; {list(expected)} is expected")
-
-
-def _plain_state(state: list[Tensor], optimizer: str, num_rows: int, dim: int) -> Tensor | None:
-    if optimizer == "sgd":
-        return None
-    expected = (num_rows, dim) if optimizer == "adagrad" else (num_rows,)
-    if len(state) != 1 or state[0].shape != expected or state[0].dtype not in (torch.float32, torch.float64):
-        found = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in state)
-        raise ValueError(f"state: {found}; on the CPU one float32 {list(expected)} is expected for {optimizer}")
-    return state[0]

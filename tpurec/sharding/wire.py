@@ -8,9 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 @dataclass
 class WireCounts:
     """What left this rank since the counts began.
@@ -55,9 +52,7 @@ class Wire:
         self._count(kind, tensor.nbytes * (self.num_ranks - 1) / self.num_ranks)
         if not tensor.numel():
             return received, None
-        # Backends differ in the dtypes that they move; bits they all do.
-        bits = _BITS[tensor.element_size()]
-        work = dist.all_to_all_single(received.view(bits), tensor.view(bits), group=self.group, async_op=async_op)
+        work = dist.all_to_all_single(received, tensor, group=self.group, async_op=async_op)
         return received, work
 
     def all_reduce(self, kind: str, tensor: Tensor) -> None:

@@ -1,0 +1,190 @@
+"""`--workers N`: the numbers of one process, by any plan; what is killed goes on to the same numbers to the bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from pipelines.engine_local import LocalSource
+from pipelines.engine_workers import train_workers
+from pipelines.evaluate_run import evaluate_run
+from pipelines.metrics_log import read_metrics
+from pipelines.recipe import read_recipe
+from pipelines.run import Run, load_run
+from pipelines.source import find_data
+from pipelines.training import train_run
+from tests.pipelines.conftest import RECIPE, click_rows, write_rows
+from tpurec.errors import TpurecError
+from tpurec.reporting import Reporter
+from tpurec.sharding.checkpoint import list_checkpoints
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+# Each kind of sharding once; their parity in depth is the business of tests/sharding.
+PLANS = {
+    4: {"user": "column_wise", "item": "row_wise", "tags": "table_wise"},
+    2: {"user": "row_wise", "item": "data_parallel", "tags": "column_wise"},
+}
+
+
+def recipe_for(path: Path, clicks: Path, workers: int, *overrides: str):
+    path.write_text(RECIPE.format(data=clicks).replace("embedding_dim = 8", "embedding_dim = 16"))  # two columns of 8
+    pins = [f"sharding.constraints.{table}.pin={kind}" for table, kind in PLANS.get(workers, {}).items()]
+    return read_recipe(path, [f"sharding.num_workers={workers}", *pins, *overrides])
+
+
+def train(run: Run, recipe) -> dict:
+    data = find_data(recipe)
+    with run.locked() as lock:
+        run.begin(recipe, data.schema, data.train, data.test)
+        source = LocalSource(recipe, data)
+        if recipe.sharding.num_ranks:
+            return train_workers(run, source, Reporter(), lock)
+        return train_run(run, source)
+
+
+@pytest.fixture(scope="module")
+def alone(clicks, tmp_path_factory):
+    """The run of one process without sharding, and its result."""
+    folder = tmp_path_factory.mktemp("alone")
+    run = Run(folder / "run")
+    return run, train(run, recipe_for(folder / "recipe.toml", clicks, 0))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(clicks, tmp_path_factory):
+    """The run of four workers, and its result."""
+    folder = tmp_path_factory.mktemp("four")
+    run = Run(folder / "run")
+    return run, train(run, recipe_for(folder / "recipe.toml", clicks, 4))
+
+
+METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
+COUNTS = ("rows_seen", "steps", "eval_rows", "missing_labels", "train_missing_labels", "ids", "mean_label", "best_step")
+
+
+def check_close(run: Run, result: dict, reference, tolerance: float) -> None:
+    """The same rows in the same batches; sums in another order."""
+    assert {key: result[key] for key in COUNTS} == {key: reference[1][key] for key in COUNTS}
+    assert [result[key] for key in METRICS] == pytest.approx([reference[1][key] for key in METRICS], abs=tolerance)
+    lines = [[(line["kind"], line["step"]) for line in read_metrics(each.metrics_file)] for each in (run, reference[0])]
+    assert lines[0] == lines[1]
+    weights = [load_run(each.path).model.state_dict() for each in (run, reference[0])]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=0, atol=tolerance)
+
+
+def numbers(values: dict) -> dict:
+    return {key: value for key, value in values.items() if "second" not in key and key not in ("restarts", "programs")}
+
+
+def check_same(run: Run, result: dict, reference) -> None:
+    """The same to the bit."""
+    exchanged = ("exchange_bytes_per_step", "padding_share", "collectives_per_step")  # of the last start alone
+    ours, theirs = ({k: v for k, v in numbers(r).items() if k not in exchanged} for r in (result, reference[1]))
+    assert ours == theirs
+    lines = [[numbers(line) for line in read_metrics(each.metrics_file)] for each in (run, reference[0])]
+    assert lines[0] == lines[1]
+    weights = [load_run(each.path).model.state_dict() for each in (run, reference[0])]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_four_workers_give_the_numbers_of_one_process_and_a_run_that_is_like_any_other(clicks, alone, undisturbed):
+    """case 13, through the whole pipeline; 128 rows a batch, tables column-, row- and table-wise."""
+    run, result = undisturbed
+    check_close(run, result, alone, 2e-4)
+    assert result["world_size"] == 4 and result["restarts"] == 0 and result["warnings"] == []
+    assert result["exchange_bytes_per_step"] > 0 and 0 <= result["padding_share"] < 1
+    assert 0 < result["collectives_per_step"] <= 6 and result["programs"] >= 1
+    plan = json.loads(run.plan_file.read_text())
+    assert {table["table"]["name"]: table["sharding"] for table in plan["tables"]} == PLANS[4]
+    evaluated = evaluate_run(load_run(run.path), [str(clicks / "test")], None, Reporter())
+    assert [evaluated[key] for key in METRICS] == pytest.approx([result[key] for key in METRICS], abs=1e-6)
+
+
+def kill_one_worker(run: Run, killed: list[int]) -> None:
+    while not list_checkpoints(run.checkpoints):
+        time.sleep(0.002)
+    for process in psutil.Process().children():
+        if "pipelines.worker" in process.cmdline() and process.environ().get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+            killed.append(process.pid)
+            if len(killed) == 3:  # not the first one, which writes the metrics
+                process.send_signal(signal.SIGKILL)
+                return
+
+
+def test_sigkill_of_one_of_four_workers_in_mid_epoch_ends_with_the_undisturbed_numbers_to_the_bit(
+    clicks, undisturbed, tmp_path
+):
+    """case 25: every row once in each epoch, none twice"""
+    run, killed = Run(tmp_path / "run"), []
+    killer = threading.Thread(target=kill_one_worker, args=(run, killed), daemon=True)
+    killer.start()
+    result = train(run, recipe_for(tmp_path / "recipe.toml", clicks, 4))
+    killer.join(timeout=1)
+    assert len(killed) == 3 and result["restarts"] == 1
+    assert result["rows_seen"] == 2 * 4500
+    check_same(run, result, undisturbed)
+
+
+def test_four_workers_that_were_interrupted_are_resumed_by_two_on_another_plan(clicks, alone, tmp_path):
+    """case 22 in a run: the same global batches, from the exact batch on"""
+    run = Run(tmp_path / "run")
+    recipe_for(tmp_path / "recipe.toml", clicks, 4)
+    command = [sys.executable, "-m", "tpurec.cli", "train", str(tmp_path / "recipe.toml"), "--out", str(run.path)]
+    pins = [f"--set=sharding.constraints.{table}.pin={kind}" for table, kind in PLANS[4].items()]
+    with subprocess.Popen(
+        [*command, "--workers", "4", "--json", *pins], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not list_checkpoints(run.checkpoints):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.005)
+        workers = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert json.loads(out)["error"]["message"] == "interrupted." and "Traceback" not in err
+    assert len(workers) == 4 and not psutil.wait_procs(workers, timeout=10)[1]
+    result = train(run, recipe_for(tmp_path / "recipe.toml", clicks, 2))
+    assert result["world_size"] == 2
+    check_close(run, result, alone, 2e-4)
+
+
+def test_ten_rows_over_four_workers_and_three_of_them_held_out_are_each_counted_once(tmp_path):
+    """cases 2, 27, 28: workers without a row take part in every step and evaluation"""
+    write_rows(tmp_path / "clicks" / "train" / "a.parquet", click_rows(10, 1))
+    write_rows(tmp_path / "clicks" / "test" / "a.parquet", click_rows(3, 3))
+    tiny = ("train.batch_size=8", "train.eval_batch_size=8", "data.validation_share=0", "data.shuffle_window=8")
+    results = []
+    for workers in (0, 4):
+        run = Run(tmp_path / f"run{workers}")
+        results.append(train(run, recipe_for(tmp_path / "recipe.toml", tmp_path / "clicks", workers, *tiny)))
+    assert [result["rows_seen"] for result in results] == [20, 20]
+    assert [result["steps"] for result in results] == [4, 4]
+    assert [result["eval_rows"] for result in results] == [3, 3]
+    assert results[1]["log_loss"] == pytest.approx(results[0]["log_loss"], abs=1e-5)
+
+
+def test_an_error_in_one_worker_ends_all_with_its_line(clicks, tmp_path):
+    import pyarrow as pa
+
+    rows = click_rows(1000, 1)
+    labels = rows["click"].to_numpy().copy()
+    labels[777] = 3.0
+    bad = rows.set_column(rows.schema.get_field_index("click"), rows.schema.field("click"), pa.array(labels))
+    write_rows(tmp_path / "clicks" / "train" / "a.parquet", bad)
+    write_rows(tmp_path / "clicks" / "test" / "a.parquet", click_rows(3, 3))
+    recipe = recipe_for(tmp_path / "recipe.toml", tmp_path / "clicks", 2, "data.validation_share=0")
+    with pytest.raises(TpurecError, match=r"a\.parquet: row 777 \(from 0\), column 'click': label 3 is outside"):
+        train(Run(tmp_path / "run"), recipe)
+    assert os.listdir(tmp_path / "run")  # what there is can be looked at, and the lock is free
+    with Run(tmp_path / "run").locked():
+        pass

@@ -1,0 +1,146 @@
+"""What a step of the exchange does, counted op by op; initial values; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.sharding import exchange_steps
+from tests.sharding.exchange_cases import Case, Table, batches_of, build, loss_sum, plan_of, unsharded
+from tests.sharding.test_exchange import MIXTURE, tables_of
+from tests.sharding.world import World
+from tpurec.embeddings import FusedEmbeddingBagCollection, deferred_tables
+from tpurec.embeddings.fuse import fused_optimizer_state_dict
+from tpurec.sharding.batch_router import BatchRouter
+from tpurec.sharding.dense_parallel import dense_gradient_reducer
+from tpurec.sharding.modules import shard
+from tpurec.sharding.routing import rung
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    started = World(3, tmp_path_factory.mktemp("world"))
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("optimizer", ("sgd", "rowwise_adagrad"))
+def test_a_step_reads_no_value_and_has_one_program_a_set_of_rungs(world: World, optimizer: str) -> None:
+    answers = world.run(exchange_steps.record_steps, Case(MIXTURE, optimizer, weighted=True, steps=12, batch_size=48))
+    for answer in answers:
+        assert answer["reads"] == []
+        assert answer["distinct"] <= answer["programs"] < 12
+        assert set(answer["collectives"]) == {5 if optimizer == "rowwise_adagrad" else 4}
+        assert 0 < answer["padding_share"] < 1
+    # All ranks run one program: the same ops on the same shapes, in the same order.
+    assert all(answer["names"] == answers[0]["names"] for answer in answers)
+    assert all(answer["signatures"] == answers[0]["signatures"] for answer in answers)
+
+
+def test_the_counted_collectives_are_those_that_were_called(world: World) -> None:
+    answer = world.run(exchange_steps.record_steps, Case(MIXTURE, "rowwise_adagrad", steps=4))[0]
+    assert sum(answer["collectives"]) == 4 * answer["stats"]["collectives_per_step"]
+    assert answer["stats"]["collectives_per_step"] == 5
+    assert answer["stats"]["exchange_bytes_per_step"] == sum(answer["stats"]["bytes_per_step"].values()) > 0
+
+
+@pytest.mark.parametrize("double", (False, True))
+def test_deferred_tables_start_as_the_unsharded_model_does(world: World, double: bool) -> None:
+    case = Case((*MIXTURE, Table(70_001, 64, "unique_rows")), "adagrad", double=double, steps=0)
+    wanted = unsharded(case)["tensors"]
+    for tensors in world.run(exchange_steps.initial_tensors, case):
+        assert tensors.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(tensors[name].double(), tensor.double()), name
+
+
+def test_deferred_tables_hold_nothing_until_they_are_sharded() -> None:
+    with deferred_tables():
+        model = build(Case(MIXTURE))
+    assert all(weight.device.type == "meta" for weight in model.embeddings.parameters())
+
+
+def test_a_trained_model_keeps_weights_and_optimizer_state(world: World) -> None:
+    for kept in world.run(exchange_steps.trained_then_sharded, Case(MIXTURE, "rowwise_adagrad")):
+        assert kept and all(kept.values()), kept
+
+
+@pytest.mark.parametrize("inline", (False, True))
+def test_two_collections_share_one_exchange(world: World, inline: bool) -> None:
+    tables = tuple(replace(table, pooling="sum") for table in MIXTURE)
+    for answer in world.run(exchange_steps.two_collections, Case(tables, double=True, steps=3), inline):
+        assert answer["worst"] <= 1e-10
+        assert inline or answer["collectives"] <= 4
+
+
+def test_dlrm_of_torchrec_runs_unchanged(world: World) -> None:
+    assert max(world.run(exchange_steps.dlrm)) < 1e-6
+
+
+def test_ids_may_travel_ahead(world: World) -> None:
+    assert all(world.run(exchange_steps.ahead, Case(MIXTURE, "rowwise_adagrad", weighted=True, steps=3)))
+
+
+def test_skipped_ids_change_nothing(world: World) -> None:
+    """Cases 8 and 11."""
+    assert max(world.run(exchange_steps.skipped_ids, Case(MIXTURE, weighted=True))) < 1e-5
+
+
+def test_what_cannot_be_is_refused_by_name(world: World) -> None:
+    """Cases 7, 38."""
+    said = world.run(exchange_steps.refused, Case((Table(10, 8, "unique_rows"),)))
+    assert all(answer == said[0] for answer in said)
+    expected = {
+        "too large": ("'f0_0'", "id 10", "'t0'", "10 rows"),
+        "negative": ("id -2",),
+        "beyond 32 bits": ("id 8589934592",),
+        "no such feature": ("'f0_0'", "other"),
+        "weights": ("weights",),
+        "other world": ("4 ranks", "has 3"),
+        "wire": ("float16",),
+        "moved": ("cannot be moved or converted",),
+        "nothing fused": ("Linear", "no FusedEmbeddingBagCollection"),
+    }
+    for name, parts in expected.items():
+        assert all(part in said[0][name] for part in parts), (name, said[0][name])
+
+
+def test_a_forgotten_reduction_is_named(world: World) -> None:
+    for answer in world.run(exchange_steps.forgotten_reduction, Case((Table(10, 8, "data_parallel"),))):
+        assert "reduce()" in answer
+
+
+def test_one_rank_trains_to_the_bit_as_unsharded() -> None:
+    case = Case(tables_of("table_wise"), "rowwise_adagrad", weighted=True)
+    with deferred_tables():
+        model = build(case)
+    model = shard(model, plan_of(case, 1))
+    assert isinstance(model.embeddings, FusedEmbeddingBagCollection)
+    router, reducer = BatchRouter(model), dense_gradient_reducer(model)
+    dense = torch.optim.SGD([*model.hidden.parameters(), *model.out.parameters()], lr=0.1)
+    losses = []
+    for batch in batches_of(case):
+        routed = router.prepare(batch.packed(True, case.batch_size))
+        total = loss_sum(model, routed.dense, routed.features, routed.labels, routed.valid)
+        loss = total / routed.num_labelled_global
+        dense.zero_grad()
+        loss.backward()
+        reducer.reduce()
+        dense.step()
+        losses.append(loss.item())
+    wanted = unsharded(case)
+    assert losses == wanted["losses"]
+    found = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    found |= {f"optimizer.{name}": tensor for name, tensor in fused_optimizer_state_dict(model).items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted["tensors"].items())
+
+
+def test_a_rung_holds_its_count_and_pads_little() -> None:
+    for count in [*range(600), 10_000, 65_537, 10**6 + 1]:
+        assert count <= rung(count) <= max(count + 7, count * 17 / 16)
+    assert len({rung(count) for count in range(1024, 2049)}) <= 34

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from tpurec.sharding import safetensors_storage
+from tpurec.sharding import checkpoint, safetensors_storage
 from tpurec.sharding.checkpoint import (
     MANIFEST,
     Checkpointer,
@@ -165,6 +166,59 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     loaded = {"x": torch.tensor(0.0)}
     load_checkpoint(folder, loaded)
     assert loaded["x"] == 2.0 and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("killed_at", ["unfinished", "final", "nowhere"])
+def test_killed_while_a_checkpoint_of_the_same_step_is_replaced_one_of_them_is_there(tmp_path, monkeypatch, killed_at):
+    """case 24"""
+
+    class Killed(BaseException):
+        pass
+
+    checkpointer = Checkpointer(tmp_path, keep_last=1)
+    checkpointer.save(5, {"x": torch.tensor(1.0)}, {})
+    original = Path.rename
+
+    def rename(self, target):
+        original(self, target)
+        if killed_at == "final" and self.name == "step-00000005":
+            raise Killed
+        if killed_at == "unfinished" and self.name == ".unfinished-step-00000005":
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        patch.setattr(checkpoint, "give_up", lambda final: None)  # a killed process tidies nothing up
+        if killed_at == "nowhere":
+            checkpointer.save(5, {"x": torch.tensor(2.0)}, {})
+        else:
+            with pytest.raises(Killed):
+                checkpointer.save(5, {"x": torch.tensor(2.0)}, {})
+    Checkpointer(tmp_path, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+    loaded = {"x": torch.tensor(0.0)}
+    load_checkpoint(tmp_path / "step-00000005", loaded)
+    assert loaded["x"] == (1.0 if killed_at == "final" else 2.0)
+
+
+def test_a_failure_while_one_of_the_same_step_is_replaced_keeps_that(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path, keep_last=1)
+    checkpointer.save(5, {"x": torch.tensor(1.0)}, {})
+    original = Path.rename
+
+    def rename(self, target):
+        if self.name.startswith(".unfinished-step"):
+            raise OSError(5, "Input/output error")
+        return original(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            checkpointer.save(5, {"x": torch.tensor(2.0)}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+    loaded = {"x": torch.tensor(0.0)}
+    load_checkpoint(tmp_path / "step-00000005", loaded)
+    assert loaded["x"] == 1.0
 
 
 def test_an_interrupted_save_leaves_nothing_and_the_last_complete_one_loads(tmp_path, monkeypatch):

@@ -8,8 +8,6 @@ has the format; `checkpoint_load.load_checkpoint` loads it on any number of rank
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import threading
 import time
@@ -21,6 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpurec.atomic import write_text
+from tpurec.sharding.checkpoint_folder import (
+    best_checkpoint,
+    checkpoint_folder,
+    give_up,
+    list_checkpoints,
+    prune,
+    put_in_place,
+    remove_leftovers,
+    unfinished_folder,
+)
 from tpurec.sharding.checkpoint_load import load_checkpoint, verify_checkpoint
 from tpurec.sharding.checkpoint_manifest import (
     FORMAT_VERSION,
@@ -38,8 +46,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 SECONDS_BETWEEN_LINES = 30.0  # of progress
-_NAME = re.compile(r"step-(\d{8,})")
-_UNFINISHED = ".unfinished-"
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,7 @@ class Checkpointer:
         self._cancelled = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         if self._ranks.rank == 0:
-            for leftover in folder.glob(f"{_UNFINISHED}*"):
-                shutil.rmtree(leftover)
+            remove_leftovers(folder)
 
     def save(
         self,
@@ -131,7 +136,7 @@ class Checkpointer:
         """
         self.wait()
         text = json.dumps(dict(state), allow_nan=False)
-        final = self.folder / f"step-{step:08d}"
+        final = checkpoint_folder(self.folder, step)
         part: RankPart | None = None
         problem: BaseException | None = None
         try:
@@ -212,7 +217,7 @@ class Checkpointer:
     ) -> None:
         """Write one checkpoint, all ranks together; rank 0 begins and finishes it."""
         what = f"{final}: cannot be written"
-        unfinished = self.folder / f"{_UNFINISHED}{final.name}"
+        unfinished = unfinished_folder(final)
         merged = {}
 
         def begin(descriptions: list[dict[str, Any]]) -> None:
@@ -226,10 +231,8 @@ class Checkpointer:
         def finish(written: list[dict[str, Any] | None]) -> None:
             tensors, files = stored_tensors(merged, written)
             write_text(unfinished / MANIFEST, manifest(self._ranks.size, tensors, files))
-            self._remove(final)
-            unfinished.rename(final)
-            _sync_folder(self.folder)
-            self._prune()
+            put_in_place(unfinished)
+            prune(self.folder, self.keep_last)
 
         try:
             self._ranks.together(what, describe, begin)
@@ -237,7 +240,7 @@ class Checkpointer:
             self._ranks.together(what, lambda: part.write(unfinished, self._progress(final, part.num_bytes)), finish)
         except BaseException:
             if self._ranks.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
+                give_up(final)
             raise
 
     def _progress(self, final: Path, total: int) -> Callable[[int], None]:
@@ -258,55 +261,6 @@ class Checkpointer:
 
         return progress
 
-    def _prune(self) -> None:
-        kept = list_checkpoints(self.folder)
-        best = best_checkpoint(self.folder)
-        for folder in kept[: -self.keep_last]:
-            if folder != best:
-                self._remove(folder)
-
-    def _remove(self, folder: Path) -> None:
-        """Rename before removing, so that a kill in between leaves no folder that looks complete."""
-        if folder.exists():
-            leaving = self.folder / f"{_UNFINISHED}removed-{folder.name}"
-            folder.rename(leaving)
-            shutil.rmtree(leaving)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder.
-
-    Args:
-        folder: as given to `Checkpointer`; it may be missing.
-
-    Returns:
-        Checkpoint folders, by ascending step.
-    """
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
-
-
-def best_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint with the highest score, the earliest of equals.
-
-    Args:
-        folder: as given to `Checkpointer`.
-
-    Returns:
-        Its folder; the newest one if none has a score; None if there is none.
-
-    Raises:
-        CheckpointError: a manifest cannot be read.
-    """
-    checkpoints = list_checkpoints(folder)
-    scored = [(manifest.score, path) for path in checkpoints if (manifest := read_manifest(path)).score is not None]
-    if scored:
-        top = max(score for score, _ in scored)
-        return next(path for score, path in scored if score == top)
-    return checkpoints[-1] if checkpoints else None
-
 
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
@@ -315,14 +269,6 @@ def _check_space(folder: Path, needed: int) -> None:
             f"it needs {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free",
             "Free some space, lower checkpoint.keep_last, or give another folder.",
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 __all__ = [

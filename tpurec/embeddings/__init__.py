@@ -1,6 +1,7 @@
 """TorchRec-compatible embedding collections whose optimizer runs in the backward pass."""
 
 from tpurec.embeddings.deferred import deferred_tables
+from tpurec.embeddings.device_checks import check_on_device, raise_offence
 from tpurec.embeddings.fuse import (
     dense_parameters,
     fuse,
@@ -22,6 +23,7 @@ __all__ = [
     "FusedEmbeddingBagCollection",
     "RowWiseAdagrad",
     "TorchBatch",
+    "check_on_device",
     "deferred_tables",
     "dense_gradients",
     "dense_parameters",
@@ -30,6 +32,7 @@ __all__ = [
     "fused_optimizer_state_dict",
     "load_fused_optimizer_state_dict",
     "named_dense_parameters",
+    "raise_offence",
     "set_learning_rate",
     "to_torch",
 ]

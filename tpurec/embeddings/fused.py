@@ -13,6 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, 
 
 from tpurec.embeddings import jagged
 from tpurec.embeddings.deferred import are_tables_deferred, initial_blocks
+from tpurec.embeddings.device_checks import DeviceChecks
 from tpurec.embeddings.lookup import fused_lookup
 from tpurec.embeddings.optimizers import EmbeddingOptimizer, from_torchrec
 from tpurec.embeddings.stack import StackedFeature, TableStack, dtype_of, pooling_of
@@ -81,6 +82,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             device = built_on = torch.device("meta")
             self.initial_random_state = torch.get_rng_state()
         self._learning_rate = torch.tensor(float(optimizer.lr), dtype=torch.float32, device=built_on)
+        self.device_checks: DeviceChecks | None = None
         # What makes autograd run the backward pass. A weight would do, but it is a view of its storage: both would be
         # inputs of a compiled step, which torch then hands over as one flat tensor, and that is not donated.
         self._trigger = torch.zeros((), device=built_on, requires_grad=True)
@@ -112,18 +114,32 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """
         jagged.check_sizes(features, self._feature_names, self._is_weighted)
         outputs = []
-        for stack in self._stacks:
+        for number, stack in enumerate(self._stacks):
             ids = jagged.stack_ids(features, stack)
+            if self.device_checks is not None:
+                self.device_checks.check_features(features, stack, number)
             frozen = [
-                number
-                for number, table in enumerate(stack.tables)
+                place
+                for place, table in enumerate(stack.tables)
                 if not self.embedding_bags[table.name].weight.requires_grad
             ]
             trigger = self._trigger if len(frozen) < len(stack.tables) else self._trigger.detach()
-            outputs.append(fused_lookup(stack, ids, trigger, self._learning_rate, frozen))
+            checks = None if self.device_checks is None else (self.device_checks, number)
+            outputs.append(fused_lookup(stack, ids, trigger, self._learning_rate, frozen, checks))
         return KeyedTensor(
             keys=self._embedding_names, length_per_key=self._length_per_key, values=self._arrange(outputs)
         )
+
+    def stack(self, number: int) -> TableStack:
+        """One of the storages that the tables lie in.
+
+        Args:
+            number: from 0; tables of one dim, dtype and pooling share a storage.
+
+        Returns:
+            The storage.
+        """
+        return self._stacks[number]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """TorchRec's accessor.
@@ -272,6 +288,8 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         for stack in self._stacks:
             stack.apply(fn)
         self._trigger = fn(self._trigger.detach()).requires_grad_()
+        if self.device_checks is not None:
+            self.device_checks = DeviceChecks(self.device)
         moved = fn(self._learning_rate)
         self._learning_rate = self._learning_rate.to(moved.device) if moved.dtype != torch.float32 else moved
         self._tie_weights()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tpurec.embeddings.device_checks import GRADIENT, POOLED, DeviceChecks
 from tpurec.embeddings.stack import TableStack
 from tpurec.ops import embedding_bag, embedding_bag_weights_grad, embedding_update_
 
@@ -44,8 +45,9 @@ class _FusedLookup(torch.autograd.Function):
         ids: StackedIds,
         lr: Tensor,
         frozen: Sequence[int],
+        checks: tuple[DeviceChecks, int] | None,
     ) -> Tensor:
-        ctx.stack, ctx.ids, ctx.lr, ctx.frozen = stack, ids, lr, frozen
+        ctx.stack, ctx.ids, ctx.lr, ctx.frozen, ctx.checks = stack, ids, lr, frozen, checks
         return embedding_bag(stack.parts, ids.rows, ids.offsets, weights, *_shape(stack))
 
     @staticmethod
@@ -61,6 +63,10 @@ class _FusedLookup(torch.autograd.Function):
         for table in ctx.frozen:
             first, last = stack.row_starts[table], stack.row_starts[table + 1]
             rows = torch.where((rows >= first) & (rows < last), -1, rows)
+        if ctx.checks is not None:
+            checks, number = ctx.checks
+            checks.check_vectors(GRADIENT, grad, stack, number)
+            rows = checks.allowed(rows)
         embedding_update_(
             stack.parts,
             stack.state,
@@ -77,14 +83,21 @@ class _FusedLookup(torch.autograd.Function):
             stack.num_rows,
             stack.dim,
         )
-        return None, weights_grad, None, None, None, None
+        return None, weights_grad, None, None, None, None, None
 
 
 def _shape(stack: TableStack) -> tuple[str, int, int, int]:
     return stack.pooling, stack.num_features, stack.num_rows, stack.dim
 
 
-def fused_lookup(stack: TableStack, ids: StackedIds, hook: Tensor, lr: Tensor, frozen: Sequence[int] = ()) -> Tensor:
+def fused_lookup(
+    stack: TableStack,
+    ids: StackedIds,
+    hook: Tensor,
+    lr: Tensor,
+    frozen: Sequence[int] = (),
+    checks: tuple[DeviceChecks, int] | None = None,
+) -> Tensor:
     """Look up a batch; its backward pass updates the stack in place.
 
     Args:
@@ -93,8 +106,12 @@ def fused_lookup(stack: TableStack, ids: StackedIds, hook: Tensor, lr: Tensor, f
         hook: a tensor that requires a gradient if this stack is to be trained.
         lr: learning rate, float32 scalar.
         frozen: numbers of the tables that are not to change.
+        checks: what checks the vectors and their gradients, and the number of the stack there; None for no checks.
 
     Returns:
         `[batch_size, num_features * dim]` float32 (float64 for float64 tables).
     """
-    return _FusedLookup.apply(hook, ids.weights, stack, ids, lr, frozen)
+    pooled = _FusedLookup.apply(hook, ids.weights, stack, ids, lr, frozen, checks)
+    if checks is not None:
+        checks[0].check_vectors(POOLED, pooled, stack, checks[1])
+    return pooled

@@ -14,14 +14,16 @@ from tpurec.embeddings.fuse import (
 from tpurec.embeddings.fused import FusedEmbeddingBagCollection
 from tpurec.embeddings.gradients import dense_gradients
 from tpurec.embeddings.jagged import TorchBatch, to_torch
-from tpurec.embeddings.optimizers import SGD, Adagrad, EmbeddingOptimizer, RowWiseAdagrad
+from tpurec.embeddings.optimizers import SGD, Adagrad, Adam, EmbeddingOptimizer, RowWiseAdagrad, RowWiseAdam
 
 __all__ = [
     "SGD",
     "Adagrad",
+    "Adam",
     "EmbeddingOptimizer",
     "FusedEmbeddingBagCollection",
     "RowWiseAdagrad",
+    "RowWiseAdam",
     "TorchBatch",
     "check_on_device",
     "deferred_tables",

@@ -32,11 +32,11 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
     Args:
         tables: TorchRec's configurations; a feature may read several tables and a table may serve several features.
-        optimizer: `SGD`, `Adagrad` or `RowWiseAdagrad` of `tpurec.embeddings`.
+        optimizer: `SGD`, `Adagrad`, `RowWiseAdagrad`, `Adam` or `RowWiseAdam` of `tpurec.embeddings`.
         is_weighted: whether batches carry one weight per id.
         device: where the tables are; CPU by default.
         optimizer_type: with `optimizer_kwargs`, TorchRec's form in place of `optimizer`:
-            `torch.optim.SGD`, `torch.optim.Adagrad` or `torchrec.optim.RowWiseAdagrad`.
+            see `tpurec.embeddings.optimizers.from_torchrec`.
         optimizer_kwargs: such as `{"lr": 0.1, "eps": 1e-8}`.
 
     Raises:
@@ -67,7 +67,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if not isinstance(optimizer, EmbeddingOptimizer):
             raise ConfigError(
                 f"FusedEmbeddingBagCollection: optimizer = {optimizer!r} is not a fused optimizer.",
-                "Use tpurec.embeddings.SGD, Adagrad or RowWiseAdagrad; TorchRec's form takes optimizer_type= and "
+                "Use an optimizer of tpurec.embeddings, such as RowWiseAdagrad; TorchRec's form takes optimizer_type= and "
                 "optimizer_kwargs= by keyword.",
             )
         _check_tables(tables)
@@ -216,14 +216,15 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """The optimizer state by table, as plain tensors (no pickle needed); the learning rate is not part of it.
 
         Returns:
-            `embedding_bags.NAME.sum`: float32 `[num_embeddings]` (row-wise) or `[num_embeddings, embedding_dim]`; empty
-            for SGD. The tensors are views: copy them if training goes on.
+            `embedding_bags.NAME.STATE`, where STATE is one of `optimizer.state_names`, such as `sum`: float32
+            `[num_embeddings]` (row-wise) or `[num_embeddings, embedding_dim]`, and `step`, int32 `[]`, the number of
+            updates, of optimizers that count them; empty for SGD. The tensors are views: copy them if training goes on.
         """
         return {
-            f"embedding_bags.{table.name}.{self._optimizer.state_name}": stack.table_state(number)
+            f"embedding_bags.{table.name}.{name}": tensor
             for stack in self._stacks
             for number, table in enumerate(stack.tables)
-            if stack.state
+            for name, tensor in stack.table_states(number).items()
         }
 
     def load_optimizer_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -233,7 +234,8 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             state: exactly the keys of `optimizer_state_dict`.
 
         Raises:
-            DataError: naming the missing or extra key, or the shape that does not fit.
+            DataError: naming the missing or extra key, the shape that does not fit, or tables of one stack that have
+                made different numbers of updates.
         """
         own = self.optimizer_state_dict()
         missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
@@ -245,6 +247,10 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
                 raise DataError(
                     f"optimizer state {key!r}: shape {list(state[key].shape)}, {list(target.shape)} is expected."
                 )
+        for stack in self._stacks if self._optimizer.counts_steps else ():
+            steps = {table.name: int(state[f"embedding_bags.{table.name}.step"]) for table in stack.tables}
+            if len(set(steps.values())) > 1:
+                raise DataError(f"optimizer state: tables of one stack have to agree in `step`; they have {steps}.")
         with torch.no_grad():
             for key, target in own.items():
                 target.copy_(state[key])

@@ -82,6 +82,7 @@ class _FusedLookup(torch.autograd.Function):
             stack.feature_tables,
             stack.num_rows,
             stack.dim,
+            **optimizer.arguments(),
         )
         return None, weights_grad, None, None, None, None, None
 

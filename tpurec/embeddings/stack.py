@@ -70,19 +70,23 @@ class TableStack:
 
         self._layout = self._layout_on(device, dtype_of(tables[0]))
         self.parts: list[Tensor] = [self._layout.allocate(device)]
-        self._state_layout = self._state_layout_on(device, torch.float32)
-        self.state: list[Tensor] = [] if self._state_layout is None else [self._state_layout.allocate(device)]
+        self._state_layouts = self._state_layouts_on(device, torch.float32)
+        # As the ops take it: the accumulators, then the number of updates if the optimizer counts them.
+        self.state: list[Tensor] = [layout.allocate(device) for layout in self._state_layouts]
+        if optimizer.counts_steps:
+            self.state.append(torch.zeros((), dtype=torch.int32, device=device))
 
     def _layout_on(self, device: torch.device, dtype: torch.dtype) -> Layout:
         what = f"tables {', '.join(table.name for table in self.tables)}"
         return layout_for(device, self.num_rows, self.dim, dtype, what)
 
-    def _state_layout_on(self, device: torch.device, dtype: torch.dtype) -> Layout | None:
-        if self.optimizer.kind == "adagrad":
-            return self._layout_on(device, dtype)
-        if self.optimizer.kind == "rowwise_adagrad":
-            return OnePerRow(self.num_rows, dtype, packed=device.type == "tpu")
-        return None
+    def _state_layouts_on(self, device: torch.device, dtype: torch.dtype) -> list[Layout]:
+        return [
+            self._layout_on(device, dtype)
+            if kind == "element"
+            else OnePerRow(self.num_rows, dtype, packed=device.type == "tpu")
+            for _, kind in self.optimizer.states
+        ]
 
     @property
     def num_features(self) -> int:
@@ -105,23 +109,24 @@ class TableStack:
         """
         return self._layout.rows(self.parts[0], self.row_starts[table], self.row_starts[table + 1])
 
-    def table_state(self, table: int) -> Tensor | None:
-        """A table's optimizer state, as a view.
+    def table_states(self, table: int) -> dict[str, Tensor]:
+        """A table's optimizer state, as views.
 
         Args:
             table: number within the stack.
 
         Returns:
-            `[num_embeddings, embedding_dim]`, `[num_embeddings]`, or None, as the optimizer has it.
+            For each of `optimizer.state_names` a tensor: `[num_embeddings, embedding_dim]` or `[num_embeddings]`, and
+            `[]` for the number of updates, which the tables of a stack have in common.
         """
-        if self._state_layout is None:
-            return None
-        return self._state_layout.rows(self.state[0], self.row_starts[table], self.row_starts[table + 1])
+        start, stop = self.row_starts[table], self.row_starts[table + 1]
+        views = [layout.rows(one, start, stop) for layout, one in zip(self._state_layouts, self.state, strict=False)]
+        return dict(zip(self.optimizer.state_names, [*views, *self.state[len(views) :]], strict=True))
 
     def reset_state(self) -> None:
-        """Set every accumulator to its initial value."""
+        """Set every accumulator to its initial value, and the number of updates to 0."""
         for tensor in self.state:
-            tensor.fill_(self.optimizer.initial_accumulator)
+            tensor.fill_(self.optimizer.initial_accumulator if tensor.dim() else 0)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move or convert storage and state, as `Module.to` does; views taken before are stale afterwards.
@@ -138,10 +143,13 @@ class TableStack:
             raise ConfigError(f"tables of {self._layout.dtype} cannot become {probe.dtype} on a TPU.", "Convert first.")
         self.parts = [convert(self.parts[0], self._layout, layout, function)]
         self._layout = layout
-        if self._state_layout is not None:
-            state_layout = self._state_layout_on(probe.device, torch.promote_types(torch.float32, probe.dtype))
-            self.state = [convert(self.state[0], self._state_layout, state_layout, _no_less_than_float32(function))]
-            self._state_layout = state_layout
+        layouts = self._state_layouts_on(probe.device, torch.promote_types(torch.float32, probe.dtype))
+        moved = [
+            convert(tensor, before, after, _no_less_than_float32(function))
+            for tensor, before, after in zip(self.state, self._state_layouts, layouts, strict=False)
+        ]
+        self.state = [*moved, *(function(count) for count in self.state[len(moved) :])]
+        self._state_layouts = layouts
 
 
 def _no_less_than_float32(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

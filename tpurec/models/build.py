@@ -13,7 +13,16 @@ from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.types import DataType
 
-from tpurec.embeddings import SGD, Adagrad, EmbeddingOptimizer, FusedEmbeddingBagCollection, RowWiseAdagrad, fuse
+from tpurec.embeddings import (
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingOptimizer,
+    FusedEmbeddingBagCollection,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    fuse,
+)
 from tpurec.embeddings.fuse import fused_collections
 from tpurec.errors import ConfigError
 from tpurec.features.schema import Schema
@@ -79,12 +88,21 @@ def table_optimizer(tables: TablesConfig) -> EmbeddingOptimizer:
         tables: the recipe's section.
 
     Returns:
-        `SGD`, `Adagrad` or `RowWiseAdagrad` of `tpurec.embeddings`.
+        `SGD`, `Adagrad`, `RowWiseAdagrad`, `Adam` or `RowWiseAdam` of `tpurec.embeddings`.
     """
+    common = {
+        "lr": tables.learning_rate,
+        "weight_decay": tables.weight_decay,
+        "decoupled_weight_decay": tables.decoupled_weight_decay,
+        "max_gradient_norm": tables.max_gradient_norm or None,
+        "rounding_seed": tables.rounding_seed if tables.rounding_seed >= 0 else None,
+    }
     if tables.optimizer == "sgd":
-        return SGD(lr=tables.learning_rate, weight_decay=tables.weight_decay)
-    kind = RowWiseAdagrad if tables.optimizer == "row_wise_adagrad" else Adagrad
-    return kind(lr=tables.learning_rate, eps=tables.eps, weight_decay=tables.weight_decay)
+        return SGD(**common)
+    if tables.optimizer in ("adam", "row_wise_adam"):
+        kind = Adam if tables.optimizer == "adam" else RowWiseAdam
+        return kind(eps=tables.eps, betas=tuple(tables.betas), **common)
+    return (RowWiseAdagrad if tables.optimizer == "row_wise_adagrad" else Adagrad)(eps=tables.eps, **common)
 
 
 def embedding_bag_configs(specs: list[TableSpec]) -> list[EmbeddingBagConfig]:

@@ -100,20 +100,28 @@ class TablesConfig:
         embedding_dim: columns of a table.
         pooling: `sum` or `mean` over the ids of a bag.
         dtype: storage of the weights, `float32`, `bfloat16` or `float16`; optimizer state is float32.
-        optimizer: `row_wise_adagrad`, `adagrad` or `sgd`.
+        optimizer: `row_wise_adagrad`, `adagrad`, `sgd`, `adam` or `row_wise_adam` (one second moment a row).
         learning_rate: of the tables, before the schedule's factor.
-        eps: added to the root of the Adagrad sum.
-        weight_decay: L2 on the rows touched.
+        eps: added to the root of the Adagrad sum or of Adam's second moment.
+        betas: decay of Adam's two moments.
+        weight_decay: on the rows touched.
+        decoupled_weight_decay: weight decay acts on the row (AdamW), not on the gradient (L2).
+        max_gradient_norm: longest gradient of a row, above 0; 0 for no limit.
+        rounding_seed: rounds rows of bfloat16 tables stochastically; -1 rounds to nearest.
         overrides: per table name.
     """
 
     embedding_dim: int = 16
     pooling: Pooling = "sum"
     dtype: TableDtype = "float32"
-    optimizer: Literal["row_wise_adagrad", "adagrad", "sgd"] = "row_wise_adagrad"
+    optimizer: Literal["row_wise_adagrad", "adagrad", "sgd", "adam", "row_wise_adam"] = "row_wise_adagrad"
     learning_rate: float = 0.05
     eps: float = 1e-8
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.0
+    decoupled_weight_decay: bool = False
+    max_gradient_norm: float = 0.0
+    rounding_seed: int = -1
     overrides: dict[str, TableOverride] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -125,3 +133,9 @@ class TablesConfig:
             raise ValueError(
                 f"eps = {self.eps} must be above 0, weight_decay = {self.weight_decay} must not be negative"
             )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {self.betas}: must be two numbers of at least 0 and below 1")
+        if not 0 <= self.max_gradient_norm < float("inf"):
+            raise ValueError(f"max_gradient_norm = {self.max_gradient_norm}: must be above 0, or 0 for no limit")
+        if not -1 <= self.rounding_seed < 2**31:
+            raise ValueError(f"rounding_seed = {self.rounding_seed}: must lie between 0 and 2^31 - 1, or be -1")

@@ -19,7 +19,7 @@ class TableSpec:
         embedding_dim: columns.
         pooling: `sum` or `mean`.
         dtype: `float32`, `bfloat16` or `float16`.
-        optimizer: `row_wise_adagrad`, `adagrad` or `sgd`.
+        optimizer: as `TablesConfig.optimizer` has it.
         features: names of the features that look it up, in schema order.
     """
 

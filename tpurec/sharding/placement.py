@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torchrec import EmbeddingBagConfig
 
-from tpurec.embeddings.optimizers import EmbeddingOptimizer
+from tpurec.embeddings.optimizers import SGD, EmbeddingOptimizer
 from tpurec.embeddings.stack import pooling_of
 from tpurec.errors import ConfigError
 from tpurec.sharding.plan import PlacedTable, Plan, Shard
@@ -173,6 +173,11 @@ def make_stacks(
     groups: dict[tuple, list[tuple[int, Shard]]] = {}
     for number, table in enumerate(tables):
         optimizer = optimizers[table.collection]
+        if optimizer.counts_steps or optimizer.arguments() != SGD(lr=0.0).arguments():
+            raise ConfigError(
+                f"table {table.config.name!r}: {optimizer} cannot train tables that are spread over workers.",
+                "Use SGD, Adagrad or RowWiseAdagrad with L2 weight decay and without clipping or stochastic rounding.",
+            )
         squares = len(table.placed.shards) > 1 and optimizer.kind == "rowwise_adagrad" and not table.frozen
         for shard in table.placed.shards:
             width = shard.columns[1] - shard.columns[0]

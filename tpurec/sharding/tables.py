@@ -35,7 +35,12 @@ OPTIMIZER_STATE = {
     "partial_rowwise_adam": (1, 1),
     "adam": (0, 2),
 }
-_OPTIMIZER_ALIASES = {"rowwise_adagrad": "row_wise_adagrad"}  # as TorchRec writes it
+# As TorchRec writes it; and as a recipe writes what TorchRec calls partial.
+_OPTIMIZER_ALIASES = {
+    "rowwise_adagrad": "row_wise_adagrad",
+    "row_wise_adam": "partial_rowwise_adam",
+    "rowwise_adam": "partial_rowwise_adam",
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ class TableSpec:
         dtype: of the weights: `float32`, `bfloat16`, `float16`. Optimizer state is float32.
         pooling: `sum` or `mean` give one vector a bag, `none` one vector an id.
         optimizer: `sgd`, `row_wise_adagrad`, `adagrad`, `partial_rowwise_adam` or `adam`; TorchRec's
-            spelling `rowwise_adagrad` is read as `row_wise_adagrad`.
+            spelling `rowwise_adagrad` is read as `row_wise_adagrad`, a recipe's `row_wise_adam` as
+            `partial_rowwise_adam`.
         zipf_exponent: measured skew of the ids; None takes `unique_share`, or else the assumption.
         unique_share: measured distinct ids / ids, in a sample of `unique_share_ids` ids.
         unique_share_ids: size of that sample.

@@ -93,9 +93,8 @@ def start_tpu(config: DeviceConfig) -> torch.device:
         _tpu.bind(_tpu.Config(chip=_chip()))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="<TorchTpu/")  # that eager modes are experimental
-        mode = type(torch.tpu.eager_mode)[EAGER_MODES[str(config.execution)]]
-        if torch.tpu.eager_mode != mode:
-            torch.tpu.set_eager_mode(mode)
+        # For all threads: backward passes run in threads of their own.
+        torch.tpu.eager_mode = torch.tpu.EagerMode[EAGER_MODES[str(config.execution)]]
     return torch.device("tpu")
 
 

@@ -10,7 +10,7 @@
 | weights ignored in the update | one step against the CPU |
 | ids shifted by one table | one step against the CPU |
 | forward alone compiled | the guard (check_training.py) |
-| a compilation per batch | graphs counted against rungs (check_training.py counts them; here: without a ladder) |
+| a compilation per batch | the judgement of programs (check_execution.py; here, without a ladder: graphs counted) |
 
 Every fault gets a dim of its own, as programs are cached by shape.
 """
@@ -20,7 +20,7 @@ import torch
 from torchrec import EmbeddingBagConfig
 
 from tests.embeddings.test_fused import batch
-from tests.emulated.device import check_training
+from tests.emulated.device.dlrm import compiled_step, make_model, packed_batch
 from tpurec.embeddings import FusedEmbeddingBagCollection, RowWiseAdagrad, to_torch
 from tpurec.features.packing import Ladder
 from tpurec.kernels.optimizers import RowOptimizer
@@ -65,7 +65,7 @@ def update_without_weights(parts, state, grads, ids, offsets, weights, lr, **key
 
 
 FAULTS = {
-    "arguments_swapped": (_tpu, "RowOptimizer", lambda name, eps, decay: RowOptimizer(name, decay, eps)),
+    "arguments_swapped": (_tpu, "RowOptimizer", lambda name, eps, decay, *rest: RowOptimizer(name, decay, eps, *rest)),
     "bags_by_example": (_tpu, "_to_bags", lambda grad, num_features, dim: grad.reshape(-1, dim)),
     "update_not_applied": (_tpu.update_kernel, "update", lambda parts, state, *a, **k: (tuple(parts), tuple(state))),
     "update_applied_twice": (_tpu.update_kernel, "update", update_twice),
@@ -94,11 +94,10 @@ def test_ids_shifted_by_a_table_are_noticed():
         one_step_equals_the_cpu(dim=8, shift_ids=True)
 
 
-def test_a_compilation_per_batch_is_noticed(monkeypatch):
+def test_a_compilation_per_batch_is_noticed():
     """Without a ladder every number of ids is a shape: more graphs than the ladder has rungs."""
-    monkeypatch.setattr(check_training, "LADDER", Ladder(tuple(range(1, 40))))
-    step = check_training.compiled_step(check_training.make_model("tpu"))
+    step = compiled_step(make_model("tpu"))
     torch._dynamo.utils.counters.clear()
     for seed in range(5):
-        step(to_torch(check_training.packed_batch(seed), "tpu"))
+        step(to_torch(packed_batch(seed, longest=2 + seed % 3, ladder=Ladder(tuple(range(1, 40)))), "tpu"))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 3

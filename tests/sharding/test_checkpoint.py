@@ -23,6 +23,7 @@ from tpurec.sharding.checkpoint import (
     load_checkpoint,
     read_manifest,
 )
+from tpurec.sharding.checkpoint_manifest import sealed
 
 
 def some_tensors(scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -138,7 +139,7 @@ def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path, kind):
         (path / name).symlink_to(outside)
     else:
         named = "../../outside.safetensors" if kind == "parent" else str(outside)
-        (path / "manifest.json").write_text(json.dumps(manifest).replace(name, named))
+        (path / "manifest.json").write_text(sealed(json.dumps(manifest).replace(name, named)[:-1]))
     with pytest.raises(CheckpointError, match="lies outside"):
         load_checkpoint(path, zeros_like(tensors))
 

@@ -30,6 +30,7 @@ from tpurec.sharding.checkpoint import (
     read_manifest,
     verify_checkpoint,
 )
+from tpurec.sharding.checkpoint_manifest import sealed
 from tpurec.sharding.pieces import TensorPiece
 
 SHAPES = [("a", 37, 8, "row_wise_adagrad"), ("b", 20, 6, "adagrad"), ("c", 3, 4, "row_wise_adagrad")]
@@ -224,7 +225,7 @@ def test_pieces_missing_from_the_manifest_or_there_twice_are_named_and_nothing_i
     for change, message in cases:
         values = json.loads(json.dumps(good))
         change(values["tensors"][name]["pieces"])
-        (path / MANIFEST).write_text(json.dumps(values))
+        (path / MANIFEST).write_text(sealed(json.dumps(values)[:-1]))
         loaded = {key: torch.full_like(tensor, -1) for key, tensor in (tensors | DENSE).items() if key != "rng.torch"}
         loaded["rng.torch"] = torch.zeros_like(DENSE["rng.torch"])
         with pytest.raises(CheckpointError, match=message):
@@ -237,7 +238,7 @@ def test_a_swap_of_rows_between_two_pieces_of_the_manifest_is_noticed(tmp_path):
     values = json.loads((path / MANIFEST).read_text())
     pieces = values["tensors"][WEIGHT.format("b")]["pieces"]
     pieces[0]["rows"], pieces[1]["rows"] = pieces[1]["rows"], pieces[0]["rows"]
-    (path / MANIFEST).write_text(json.dumps(values))
+    (path / MANIFEST).write_text(sealed(json.dumps(values)[:-1]))
     with pytest.raises(CheckpointError, match=r"rank-0000[01]\.safetensors: it (holds|lacks) 'model\.ebc"):
         load_checkpoint(path, {name: torch.zeros_like(tensor) for name, tensor in (tensors | DENSE).items()})
 
@@ -285,6 +286,67 @@ def test_every_flipped_byte_of_a_file_is_noticed(tmp_path):
         file.write_bytes(data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :])
         with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: "):
             verify_checkpoint(path)
+
+
+def test_every_flipped_byte_of_a_manifest_is_noticed(tmp_path):
+    plan = plan_of([placed("a", 3, 2, "row_wise_adagrad", "row_wise", 2)], 2)
+    path = saved(tmp_path, plan, whole_state([("a", 3, 2, "row_wise_adagrad")]), dense={})
+    data = (path / MANIFEST).read_bytes()
+    for place in range(len(data)):
+        (path / MANIFEST).write_bytes(data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"manifest\.json: (damaged|format version)"):
+            read_manifest(path)
+
+
+def places(value, path=()):
+    """Every place in a JSON value."""
+    if path:
+        yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[key], (*path, key))
+
+
+def test_whatever_a_manifest_says_it_is_an_error_or_changes_no_value(tmp_path):
+    """Sealed anew, as one made up by somebody would be."""
+    plan = plan_of([placed("a", 3, 2, "row_wise_adagrad", "row_wise", 2)], 2)
+    tensors = whole_state([("a", 3, 2, "row_wise_adagrad")])
+    path = saved(tmp_path, plan, tensors, dense={})
+    good = json.loads((path / MANIFEST).read_text())
+    del good["sha256"]
+    refused = 0
+    for place in places(good):
+        for odd in (None, -1, 1, 10**18, 1.5, 1e308, "x", "", [], {}, True, "rank-00001.safetensors", "/etc/passwd"):
+            values = inner = json.loads(json.dumps(good))
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = odd
+            (path / MANIFEST).write_text(sealed(json.dumps(values)[:-1]))
+            loaded = {name: torch.full_like(tensor, -1) for name, tensor in tensors.items()}
+            try:
+                load_checkpoint(path, loaded)
+                verify_checkpoint(path)
+            except CheckpointError:
+                refused += 1
+            else:
+                assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items()), (place, odd)
+    assert refused > 400
+
+
+def test_pieces_that_are_views_of_a_wider_storage_are_written_and_filled_in_place(tmp_path):
+    storage = torch.arange(60.0).view(10, 6)
+    piece = TensorPiece("t", (20, 5), 1, 2, (1, 4), storage[:, 2:5])
+    rest = [
+        TensorPiece("t", (20, 5), 1, 2, (0, 1), torch.zeros(10, 1)),
+        TensorPiece("t", (20, 5), 1, 2, (4, 5), torch.zeros(10, 1)),
+        TensorPiece("t", (20, 5), 0, 2, None, torch.zeros(5, 10).t()),
+    ]
+    (path,) = on_ranks(1, lambda ranks: checkpointer(tmp_path, ranks).save(1, {}, {}, pieces=[piece, *rest]))
+    other = torch.full((12, 9), -1.0)
+    taken = TensorPiece("t", (20, 5), 1, 2, (1, 4), other[1:11].t()[3:6].t())
+    load_checkpoint(path, {}, pieces=[taken])
+    assert torch.equal(other[1:11, 3:6], storage[:, 2:5])
+    other[1:11, 3:6] = -1
+    assert (other == -1).all(), "nothing around it was touched"
 
 
 def test_a_rank_reads_only_the_blocks_that_hold_rows_of_its_own(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tpurec.sharding.regions import Region, find_gap_or_clash
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+_SEAL = ',\n "sha256": "'
 RELOAD = "Load it with the model, tables and optimizers it was trained with."
 
 
@@ -192,7 +194,19 @@ def manifest_text(
     lines.append(f' "state": {state}')
     lines.append(f' "files": {_object(files)}')
     lines.append(f' "tensors": {_object({name: _tensor_json(tensor) for name, tensor in tensors.items()})}')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    return sealed("{\n" + ",\n".join(lines))
+
+
+def sealed(body: str) -> str:
+    """End a manifest with its own checksum: a flipped digit in the state would else resume somewhere else.
+
+    Args:
+        body: a JSON object up to its last value.
+
+    Returns:
+        The object, with the SHA-256 of `body` as its last value.
+    """
+    return f'{body}{_SEAL}{sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
@@ -209,25 +223,17 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """
     path = folder / MANIFEST
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
         version = values["version"]
         if version in (1, FORMAT_VERSION):
-            read = _read_tensors if version == FORMAT_VERSION else _read_tensors_of_version_1
-            tensors = read(values)
-            files = {str(name): {**entry, "bytes": int(entry["bytes"])} for name, entry in values["files"].items()}
-            return CheckpointManifest(
-                folder,
-                int(values["step"]),
-                values["score"],
-                dict(values["state"]),
-                tensors,
-                files,
-                int(values.get("world_size", 1)),
-                version,
-            )
+            body, seal, _ = text.rpartition(_SEAL)
+            if (seal or version != 1) and sealed(body) != text:
+                raise ValueError("its contents changed since it was written")
+            return _read(folder, values, version)
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: not a checkpoint: it has no {MANIFEST}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not UTF-8, not JSON, or not as written
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # no UTF-8, no JSON, or others
         raise CheckpointError(f"{path}: damaged ({error!r}).", use_older(folder)) from None
     raise CheckpointError(
         f"{path}: format version {version}; this software reads versions 1 and {FORMAT_VERSION}.",
@@ -266,23 +272,41 @@ def _tensor_json(tensor: StoredTensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": pieces}
 
 
+def _read(folder: Path, values: dict[str, Any], version: int) -> CheckpointManifest:
+    checksum = "sha256" if version == 1 else "header_sha256"
+    files = {
+        name: {"bytes": _int(entry["bytes"]), checksum: _text(entry[checksum])}
+        for name, entry in values["files"].items()
+    }
+    score = values["score"]
+    if isinstance(score, bool) or not isinstance(score, (int, float, type(None))):
+        raise TypeError(f"the score is {score!r}")
+    return CheckpointManifest(
+        folder,
+        _int(values["step"]),
+        score,
+        dict(values["state"]),
+        _read_tensors_of_version_1(values) if version == 1 else _read_tensors(values),
+        files,
+        1 if version == 1 else _int(values["world_size"]),
+        version,
+    )
+
+
 def _read_tensors(values: dict[str, Any]) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in values["tensors"].items():
         pieces = []
         for piece in entry["pieces"]:
-            start, step, number = (int(value) for value in piece["rows"])
-            first, stop = (int(value) for value in piece["columns"])
-            stored = StoredPiece(
-                str(piece["file"]),
-                Region(start, step, number, first, stop),
-                int(piece["block_rows"]),
-                tuple(str(value) for value in piece["sha256"]),
-            )
-            if step < 1 or stored.block_rows < 1 or len(stored.sha256) != stored.num_blocks:
+            start, step, number = map(_int, piece["rows"])
+            first, stop = map(_int, piece["columns"])
+            digests = tuple(map(_text, piece["sha256"]))
+            region = Region(start, step, number, first, stop)
+            stored = StoredPiece(_text(piece["file"]), region, _int(piece["block_rows"]), digests)
+            if step < 1 or number < 0 or stored.block_rows < 1 or len(stored.sha256) != stored.num_blocks:
                 raise ValueError(f"{name}: a piece of {stored.file} is not as it was written")
             pieces.append(stored)
-        tensors[name] = StoredTensor(str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), tuple(pieces))
+        tensors[name] = StoredTensor(_text(entry["dtype"]), tuple(map(_int, entry["shape"])), tuple(pieces))
     return tensors
 
 
@@ -290,8 +314,20 @@ def _read_tensors_of_version_1(values: dict[str, Any]) -> dict[str, StoredTensor
     (file,) = values["files"]  # version 1 was written by one process only
     tensors = {}
     for name, entry in values["tensors"].items():
-        shape = tuple(int(size) for size in entry["shape"])
+        shape = tuple(map(_int, entry["shape"]))
         # One block, cut up when it is read: there is no checksum that would fix its size.
         piece = StoredPiece(file, whole_region(shape), max(1, rows_and_columns(shape)[0]), ())
-        tensors[name] = StoredTensor(str(entry["dtype"]), shape, (piece,))
+        tensors[name] = StoredTensor(_text(entry["dtype"]), shape, (piece,))
     return tensors
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no integer")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value

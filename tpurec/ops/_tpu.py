@@ -15,7 +15,7 @@ from tpurec.kernels import embedding_bag as bag_kernel
 from tpurec.kernels import embedding_update as update_kernel
 from tpurec.kernels.optimizers import RowOptimizer
 from tpurec.kernels.storage import Storage
-from tpurec.ops import _tpu_guard
+from tpurec.ops import _tpu_guard, _tpu_jagged, fbgemm_names
 from tpurec.ops._tpu_binding import bind_op
 from tpurec.ops.embedding_bag import embedding_bag, embedding_bag_weights_grad
 from tpurec.ops.embedding_update import embedding_update_
@@ -61,6 +61,8 @@ def bind(config: Config) -> None:
         _tpu_guard.install()
         for op, function in IMPLEMENTATIONS:
             bind_op(op, function, bound)
+        _tpu_jagged.bind(bound)
+        fbgemm_names.register()
     _config = config
 
 

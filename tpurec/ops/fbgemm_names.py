@@ -1,0 +1,70 @@
+"""`torch.ops.fbgemm.*` on `tpu` tensors, so that TorchRec's own code runs there unchanged.
+
+Each name does what FBGEMM 1.8's CPU kernel does, by a `tpurec::` op. It differs in this: more dtypes are taken (int64
+permutations, int32 with int64); a row, bag or column that is not there is empty instead of a read behind the end of
+memory; what a size argument leaves over is -1 in integers and 0 in floats instead of what was in memory.
+
+Nothing data-sized moves to the host. Where a name leaves the size of its result to the data (no
+`permuted_lengths_sum`, `total_L`, `selected_lengths_sum`), one number is read from the device, as on a GPU;
+`fbgemm_host.scalar_reads()` counts these. TorchRec gives the sizes wherever it has them.
+"""
+
+from __future__ import annotations
+
+import fbgemm_gpu.split_table_batched_embeddings_ops_training  # noqa: F401 - registers torch.ops.fbgemm
+import torch
+
+from tpurec.ops import fbgemm_dense, fbgemm_sparse
+
+_library: torch.library.Library | None = None
+
+
+def register() -> None:
+    """Register the names for the `tpu` key; a second call does nothing."""
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("fbgemm", "IMPL")
+    for name, function in NAMES.items():
+        _library.impl(name, function, "PrivateUse1")
+    for name, function in DIFFERENTIABLE.items():
+        # FBGEMM has no autograd kernel for these that another device could use: ours are made of differentiable ops.
+        _library.impl(name, function, "PrivateUse1")
+        _library.impl(name, function, "AutogradPrivateUse1")
+
+
+NAMES = {
+    "asynchronous_complete_cumsum": fbgemm_sparse.complete_cumsum,
+    "asynchronous_inclusive_cumsum": fbgemm_sparse.inclusive_cumsum,
+    "asynchronous_exclusive_cumsum": fbgemm_sparse.exclusive_cumsum,
+    "offsets_range": fbgemm_sparse.offsets_range,
+    "segment_sum_csr": fbgemm_sparse.segment_sum_csr,
+    "permute_1D_sparse_data": fbgemm_sparse.permute_1d,
+    "permute_2D_sparse_data": fbgemm_sparse.permute_2d,
+    "permute_2D_sparse_data_input1D": fbgemm_sparse.permute_2d_input1d,
+    "expand_into_jagged_permute": fbgemm_sparse.expand,
+    "invert_permute": fbgemm_sparse.invert,
+    "keyed_jagged_index_select_dim1": fbgemm_sparse.keyed_index_select,
+    "jagged_index_select_2d_forward_v2": fbgemm_sparse.jagged_index_select_2d,
+    "block_bucketize_sparse_features": fbgemm_sparse.bucketize,
+    "block_bucketize_sparse_features_inference": fbgemm_sparse.bucketize_with_mapping,
+    "block_bucketize_sparse_features_2d_weights": fbgemm_sparse.bucketize_2d_weights,
+    "jagged_to_padded_dense_forward": fbgemm_dense.to_padded_dense,
+    "jagged_to_padded_dense_backward": fbgemm_dense.to_padded_dense_gradient,
+    "dense_to_jagged_forward": fbgemm_dense.to_jagged,
+    "jagged_dense_elementwise_add_jagged_output": fbgemm_dense.jagged_dense_add_jagged,
+    "jagged_dense_dense_elementwise_add_jagged_output_forward": fbgemm_dense.jagged_dense_dense_add,
+    "jagged_dense_elementwise_mul_forward": fbgemm_dense.jagged_dense_multiply,
+    "jagged_dense_elementwise_mul_backward": fbgemm_dense.jagged_dense_multiply_gradient,
+    "permute_pooled_embs": fbgemm_dense.permute_pooled,
+    "permute_pooled_embs_split": fbgemm_dense.permute_pooled,
+    "permute_multi_embedding_function": fbgemm_dense.permute_multi,
+    "kt_regroup_arguments": fbgemm_dense.regroup_arguments,
+    "bounds_check_indices": fbgemm_sparse.bounds_check,
+}
+DIFFERENTIABLE = {
+    "jagged_dense_elementwise_add": fbgemm_dense.jagged_dense_add,
+    "permute_pooled_embs_auto_grad_split": fbgemm_dense.permute_pooled,
+    "regroup_keyed_tensor": fbgemm_dense.regroup,
+    "group_index_select_dim0": fbgemm_sparse.group_index_select,
+}

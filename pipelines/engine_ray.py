@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,10 +105,10 @@ def train_ray(run: Run, recipe: Recipe, data: RunData, reporter: Reporter) -> di
     from ray.train.torch import TorchTrainer
 
     source = RaySource(recipe, data)  # also refuses data that cannot be trained on, before Ray starts
-    with ray_session(), reporter.progress("train", source.total_rows) as advance, _follow(run, advance):
+    with ray_session(), reporter.progress("train", source.total_rows) as advance, follow(run, advance):
         trainer = TorchTrainer(
             _work,
-            train_loop_config={"run": str(run.path.absolute()), "recipe": recipe, "data": _absolute(data)},
+            train_loop_config={"run": str(run.path.absolute()), "recipe": recipe, "data": absolute_data(data)},
             scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(
                 name="ray",
@@ -116,28 +116,54 @@ def train_ray(run: Run, recipe: Recipe, data: RunData, reporter: Reporter) -> di
                 failure_config=FailureConfig(max_failures=MAX_FAILURES),
             ),
         )
-        answer = _fit(trainer)
+        answer = fit(trainer)
     if "error" in answer:
         raise TpurecError(*answer["error"])
     return answer["result"]
 
 
-def _fit(trainer: Any) -> dict[str, Any]:
-    """Fit in a thread: in the main thread Ray Train would take over Ctrl-C, and end the process without a word."""
+def fit(trainer: Any, problem: Callable[[], list[str] | None] = lambda: None) -> dict[str, Any]:
+    """Fit in a thread: in the main thread Ray Train would take over Ctrl-C, and end the process without a word.
+
+    Args:
+        trainer: of Ray Train.
+        problem: tells what a worker fails of for good, and its remedy; asked now and then.
+
+    Returns:
+        What the worker of Ray's rank 0 returned.
+
+    Raises:
+        TpurecError: there is a problem.
+    """
     answers: Future[dict[str, Any]] = Future()
 
-    def fit() -> None:
+    def run() -> None:
         try:
             answers.set_result(trainer.fit().return_value)
         except BaseException as error:
             answers.set_exception(error)
 
-    threading.Thread(target=fit, name="ray-train", daemon=True).start()
-    return answers.result()
+    threading.Thread(target=run, name="ray-train", daemon=True).start()
+    while True:
+        try:
+            return answers.result(timeout=POLL_SECONDS)
+        except TimeoutError:
+            if answers.done():  # it is the trainer's own
+                raise
+            told = problem()
+            if told is not None:
+                raise TpurecError(*told) from None
 
 
-def _absolute(data: RunData) -> RunData:
-    """The worker has another current folder than we have."""
+def absolute_data(data: RunData) -> RunData:
+    """Make the files' paths absolute: a worker has another current folder than we have.
+
+    Args:
+        data: found here.
+
+    Returns:
+        The same data.
+    """
 
     def moved(manifest: Manifest) -> Manifest:
         files = [dataclasses.replace(file, path=str(Path(file.path).absolute())) for file in manifest.files]
@@ -158,8 +184,13 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _follow(run: Run, advance: Any) -> Iterator[None]:
-    """Move the progress bar by what the worker writes to metrics.jsonl."""
+def follow(run: Run, advance: Any) -> Iterator[None]:
+    """Move the progress bar by what the worker writes to metrics.jsonl.
+
+    Args:
+        run: the RUN folder.
+        advance: takes the rows just done and a note.
+    """
     stop = threading.Event()
 
     def follow() -> None:

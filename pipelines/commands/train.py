@@ -83,7 +83,11 @@ def _train(
 ) -> dict[str, Any]:
     run.begin(recipe, data.schema, data.train, data.test)
     reporter.log(f"RUN {run.path}: {data.train.num_rows:,} training rows in {len(data.train.files)} files")
-    if engine == "ray":
+    if engine == "ray" and recipe.sharding.num_ranks:
+        from pipelines.engine_ray_train import train_ray_workers
+
+        result = train_ray_workers(run, recipe, data, reporter, max_restarts)
+    elif engine == "ray":
         from pipelines.engine_ray import train_ray
 
         result = train_ray(run, recipe, data, reporter)

@@ -29,6 +29,9 @@ class DeviceConfig:
             same, and the host waits for each), `defer_and_fuse` (operations are collected and fused).
         on_recompile: what to do when `compile` makes a program that it should not need: again for a shape that has one,
             or for more ids than the ladder of capacities expects: `warn`, or `error` to end the run.
+        check: look at every batch on the device, ids, lengths, weights, pooled vectors and gradients, and end the run
+            with the first that is wrong (`tpurec.embeddings.check_on_device`). For finding an error: every step is
+            slower and waited for.
         threads: torch threads of the step; 0 means the cores this process may use less those of the readers, one at
             least: a thread of the step that waits for a core holds up all others. Sums may differ in the last bit
             between thread counts, so runs on different machines that must agree bit for bit state it.
@@ -37,6 +40,7 @@ class DeviceConfig:
     kind: Literal["cpu", "tpu"] = "cpu"
     execution: Execution | None = None
     on_recompile: Literal["warn", "error"] = "warn"
+    check: bool = False
     threads: int = 0
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from pipelines.schedule import Decay, learning_rate_factor
 from pipelines.step import DenseOptimizer, TrainStep
 from pipelines.tally import Tally
 from pipelines.world import SINGLE, World
-from tpurec.errors import TpurecError
+from tpurec.errors import DataError, TpurecError
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,7 @@ class TrainLoop:
         checkpoint_every_steps: steps between checkpoints.
         feed: makes batches ready for the step; None moves them to the step's device.
         world: the ranks, of which each has its share of every batch; all of them run the loop.
+        check: called after every step; raises DataError if it was wrong. None for no check.
     """
 
     def __init__(
@@ -195,12 +196,14 @@ class TrainLoop:
         checkpoint_every_steps: int,
         feed: Feed | None = None,
         world: World = SINGLE,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.clock = Clock()
         self._step = step
         self._feed = feed or DeviceFeed(step.device)
         self._world = world
+        self._check = check
         self._tally = Tally()  # of this rank's rows, since all were last added up
         self._table_learning_rate = table_learning_rate
         self._batches_per_epoch = batches_per_epoch
@@ -252,10 +255,16 @@ class TrainLoop:
 
         Raises:
             TpurecError: the loss is not finite.
+            DataError: of the check.
         """
         factor = self._factor(position.step)
         self._step.set_learning_rates(self.config.learning_rate * factor, self._table_learning_rate * factor)
         loss = self._step(ready.batch(), ready.num_labelled)
+        if self._check is not None:
+            try:
+                self._check()
+            except DataError as error:
+                raise DataError(f"step {position.step + 1}: {error.problem}", error.remedy) from None
         self._unread.append((position.step + 1, loss, ready.num_labelled))
         if self._step.device.type == "cpu":  # the step is done, reading costs nothing
             self._read_losses(position)

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pipelines.source import Source
 from pipelines.train_loop import Callbacks, Position, TrainLoop
 from pipelines.training_state import TrainingState, load_weights
 from pipelines.world import SINGLE, World
+from tpurec.embeddings import check_on_device, raise_offence
 from tpurec.models import build_model, table_optimizer
 from tpurec.sharding.checkpoint import Checkpointer, best_checkpoint
 from tpurec.sharding.plan import Plan
@@ -70,12 +72,19 @@ def train_run(
                 optimizer=table_optimizer(recipe.tables),
             )
         model = execution.place(model)
+        check = None
+        if recipe.device.check:
+            check_on_device(model)
+            check = partial(raise_offence, model)
         step = execution.train_step(model, recipe.train)
         forward, evaluation_feed = execution.forward(model), execution.evaluation_feed()
 
         def score(batches: Iterator[SourceBatch]) -> dict[str, Any]:
             with execution.evaluating():
-                return evaluate(model, batches, feed=evaluation_feed, forward=forward, world=world)
+                metrics = evaluate(model, batches, feed=evaluation_feed, forward=forward, world=world)
+            if check is not None:
+                check()
+            return metrics
 
         state = TrainingState(step)
         checkpointer = Checkpointer(
@@ -99,6 +108,7 @@ def train_run(
             recipe.checkpoint.every_steps,
             execution.feed(),
             world,
+            check,
         )
         metrics_log = MetricsLog(run.metrics_file, run.tensorboard, position.step) if world.is_first else NoLog()
         fingerprints = run.fingerprints()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from tpurec.embeddings.stack import TableStack
-from tpurec.errors import DataError
+from tpurec.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from tpurec.embeddings.fused import FusedEmbeddingBagCollection
@@ -123,13 +123,22 @@ def check_on_device(model: nn.Module, enabled: bool = True) -> None:
         model: with fused collections, on any device.
         enabled: on or off.
 
+    Raises:
+        ConfigError: the model has no fused collection, or its tables are sharded.
+
     Example:
         >>> check_on_device(model)
         >>> loss = step(batch)
         >>> raise_offence(model)
         DataError: feature 'clicks', table 'items': id 1000 (value 7 of the feature) is not one of 1000 rows.
     """
-    for collection in _collections(model):
+    collections = _collections(model)
+    if not collections:
+        raise ConfigError(
+            f"{type(model).__name__} has no fused collection to check; tables that are spread over ranks have none.",
+            "Check with one process.",
+        )
+    for collection in collections:
         collection.device_checks = DeviceChecks(collection.device) if enabled else None
 
 

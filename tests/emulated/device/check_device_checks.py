@@ -3,9 +3,13 @@
 import pytest
 import torch
 
+from pipelines.recipe import read_recipe
+from pipelines.run import Run
 from tests.embeddings.offences import OFFENCES, batch_with, make_collection, spoil
 from tests.emulated import runtime
 from tests.emulated.runtime import Kind
+from tests.pipelines.conftest import RECIPE, clicks  # noqa: F401  (a fixture)
+from tests.pipelines.test_training import train
 from tpurec.embeddings import check_on_device, dense_gradients, raise_offence
 from tpurec.errors import DataError
 
@@ -109,3 +113,15 @@ def test_on_they_cost_one_read_a_step_and_off_the_program_is_the_same():
     runtime.record()
     raise_offence(collection)
     assert runtime.recorded() == [(Kind.TO_HOST, 48)]
+
+
+def test_a_compiled_run_of_a_recipe_ends_with_the_first_offence(clicks, tmp_path):  # noqa: F811
+    """Training and evaluation; sound data pass, tables that overflow do not."""
+    recipe_file = tmp_path / "recipe.toml"
+    recipe_file.write_text(RECIPE.format(data=clicks))
+    settings = ["device.kind='tpu'", "device.check=true", "train.max_steps=2"]
+    result = train(Run(tmp_path / "sound"), read_recipe(recipe_file, settings))
+    assert result["steps"] == 2
+    settings += ["tables.learning_rate=1e38", "train.warmup_steps=0", "train.max_steps=4"]
+    with pytest.raises(DataError, match=r"step \d+: feature '\w+', table '\w+': the \w+( vector)? of example \d+ has"):
+        train(Run(tmp_path / "unsound"), read_recipe(recipe_file, settings))

@@ -44,6 +44,7 @@ FREE_KEYS = (
     "device.kind",
     "device.execution",
     "device.on_recompile",
+    "device.check",
     "checkpoint.every_steps",
     "checkpoint.keep_last",
     "checkpoint.asynchronous",

@@ -77,6 +77,7 @@ def test_a_run_may_change_its_device_and_execution_but_not_its_threads(recipe_fi
         ["device.kind=tpu"],
         ["device.kind=tpu", "device.execution=debug"],
         ["device.kind=tpu", "device.on_recompile=error"],
+        ["device.check=true"],
     ):
         run.check_recipe(read_recipe(recipe_file, overrides))
     with pytest.raises(ConfigError, match=r"device\.threads was 1, now 2"):

@@ -15,6 +15,7 @@ from tpurec.embeddings.fused import FusedEmbeddingBagCollection
 from tpurec.embeddings.gradients import dense_gradients
 from tpurec.embeddings.jagged import TorchBatch, to_torch
 from tpurec.embeddings.optimizers import SGD, Adagrad, Adam, EmbeddingOptimizer, RowWiseAdagrad, RowWiseAdam
+from tpurec.embeddings.sequence import FusedEmbeddingCollection
 
 __all__ = [
     "SGD",
@@ -22,6 +23,7 @@ __all__ = [
     "Adam",
     "EmbeddingOptimizer",
     "FusedEmbeddingBagCollection",
+    "FusedEmbeddingCollection",
     "RowWiseAdagrad",
     "RowWiseAdam",
     "TorchBatch",

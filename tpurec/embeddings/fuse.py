@@ -6,17 +6,20 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 
 from tpurec.embeddings.deferred import deferred_tables
 from tpurec.embeddings.fused import FusedEmbeddingBagCollection
 from tpurec.embeddings.optimizers import EmbeddingOptimizer
+from tpurec.embeddings.sequence import FusedEmbeddingCollection
 from tpurec.errors import ConfigError, DataError
+
+FusedCollection = FusedEmbeddingBagCollection | FusedEmbeddingCollection
 
 
 def fuse(model: nn.Module, optimizer: EmbeddingOptimizer) -> nn.Module:
-    """Replace every `EmbeddingBagCollection` in a model; weights and outputs stay the same.
+    """Replace every `EmbeddingBagCollection` and `EmbeddingCollection` in a model; weights and outputs stay the same.
 
     Args:
         model: a TorchRec model or an own one; changed in place. A collection that occurs twice stays shared.
@@ -26,40 +29,55 @@ def fuse(model: nn.Module, optimizer: EmbeddingOptimizer) -> nn.Module:
         The model; or the fused collection, if `model` is itself a collection.
 
     Raises:
-        ConfigError: the model has no `EmbeddingBagCollection`.
+        ConfigError: the model has no such collection, or one whose weights are not of its tables' data type.
 
     Example:
         >>> model = fuse(DLRM(EmbeddingBagCollection(tables), 13, [512, 64], [256, 1]), RowWiseAdagrad(lr=0.02))
         >>> dense = torch.optim.Adam(dense_parameters(model), lr=1e-3)
     """
-    if isinstance(model, EmbeddingBagCollection):
+    kinds = (EmbeddingBagCollection, EmbeddingCollection)
+    if isinstance(model, kinds):
         return _fused_copy(model, optimizer)
-    swapped: dict[int, FusedEmbeddingBagCollection] = {}
+    swapped: dict[int, FusedCollection] = {}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if isinstance(child, EmbeddingBagCollection):
+            if isinstance(child, kinds):
                 if id(child) not in swapped:
                     swapped[id(child)] = _fused_copy(child, optimizer)
                 setattr(parent, name, swapped[id(child)])
     if not swapped:
-        raise ConfigError(f"{type(model).__name__} contains no EmbeddingBagCollection to fuse.")
+        raise ConfigError(f"{type(model).__name__} contains no EmbeddingBagCollection or EmbeddingCollection to fuse.")
     return model
 
 
-def _fused_copy(collection: EmbeddingBagCollection, optimizer: EmbeddingOptimizer) -> FusedEmbeddingBagCollection:
+def _fused_copy(
+    collection: EmbeddingBagCollection | EmbeddingCollection, optimizer: EmbeddingOptimizer
+) -> FusedCollection:
+    fused: FusedCollection
     with deferred_tables(False):  # the values are there
-        fused = FusedEmbeddingBagCollection(
-            collection.embedding_bag_configs(), optimizer, collection.is_weighted(), collection.device
-        )
+        if isinstance(collection, EmbeddingCollection):
+            fused = FusedEmbeddingCollection(
+                collection.embedding_configs(), optimizer, collection.device, collection.need_indices()
+            )
+            pairs = [(name, one, fused.embeddings[name]) for name, one in collection.embeddings.items()]
+        else:
+            fused = FusedEmbeddingBagCollection(
+                collection.embedding_bag_configs(), optimizer, collection.is_weighted(), collection.device
+            )
+            pairs = [(name, one, fused.embedding_bags[name]) for name, one in collection.embedding_bags.items()]
     with torch.no_grad():
-        for name, bag in collection.embedding_bags.items():
-            weight = fused.embedding_bags[name].weight
-            weight.copy_(bag.weight)
-            weight.requires_grad_(bag.weight.requires_grad)
+        for name, before, after in pairs:
+            if before.weight.dtype != after.weight.dtype:  # TorchRec makes float16 of bfloat16 here
+                raise ConfigError(
+                    f"table {name!r}: its weight is {before.weight.dtype}, its data_type {after.weight.dtype}.",
+                    "Build the fused collection itself.",
+                )
+            after.weight.copy_(before.weight)
+            after.weight.requires_grad_(before.weight.requires_grad)
     return fused.train(collection.training)
 
 
-def fused_collections(model: nn.Module) -> Iterator[tuple[str, FusedEmbeddingBagCollection]]:
+def fused_collections(model: nn.Module) -> Iterator[tuple[str, FusedCollection]]:
     """The fused collections of a model, each once.
 
     Args:
@@ -69,7 +87,7 @@ def fused_collections(model: nn.Module) -> Iterator[tuple[str, FusedEmbeddingBag
         Path (empty if the model is itself a collection) and collection.
     """
     for path, module in model.named_modules():
-        if isinstance(module, FusedEmbeddingBagCollection):
+        if isinstance(module, FusedCollection):
             yield path, module
 
 
@@ -109,7 +127,9 @@ def set_learning_rate(model: nn.Module, lr: float) -> None:
         lr: finite and >= 0.
     """
     for module in model.modules():
-        if isinstance(module, EmbeddingBagCollectionInterface) and hasattr(module, "set_learning_rate"):
+        if isinstance(module, (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)) and hasattr(
+            module, "set_learning_rate"
+        ):
             module.set_learning_rate(lr)
 
 
@@ -120,7 +140,7 @@ def fused_optimizer_state_dict(model: nn.Module) -> dict[str, Tensor]:
         model: any module.
 
     Returns:
-        `PATH.embedding_bags.NAME.sum` to tensor (views).
+        `PATH.embedding_bags.NAME.STATE` (of sequences: `PATH.embeddings.NAME.STATE`) to tensor (views).
     """
     return {
         f"{path}.{key}" if path else key: tensor

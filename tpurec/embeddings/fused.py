@@ -67,8 +67,8 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if not isinstance(optimizer, EmbeddingOptimizer):
             raise ConfigError(
                 f"FusedEmbeddingBagCollection: optimizer = {optimizer!r} is not a fused optimizer.",
-                "Use an optimizer of tpurec.embeddings, such as RowWiseAdagrad; TorchRec's form takes optimizer_type= and "
-                "optimizer_kwargs= by keyword.",
+                "Use an optimizer of tpurec.embeddings, such as RowWiseAdagrad; TorchRec's form takes optimizer_type= "
+                "and optimizer_kwargs= by keyword.",
             )
         _check_tables(tables)
         self._tables = tables
@@ -118,17 +118,43 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             ids = jagged.stack_ids(features, stack)
             if self.device_checks is not None:
                 self.device_checks.check_features(features, stack, number)
-            frozen = [
-                place
-                for place, table in enumerate(stack.tables)
-                if not self.embedding_bags[table.name].weight.requires_grad
-            ]
+            frozen = self.frozen_tables(stack)
             trigger = self._trigger if len(frozen) < len(stack.tables) else self._trigger.detach()
             checks = None if self.device_checks is None else (self.device_checks, number)
             outputs.append(fused_lookup(stack, ids, trigger, self._learning_rate, frozen, checks))
         return KeyedTensor(
             keys=self._embedding_names, length_per_key=self._length_per_key, values=self._arrange(outputs)
         )
+
+    @property
+    def stacks(self) -> tuple[TableStack, ...]:
+        """The storages that the tables lie in."""
+        return tuple(self._stacks)
+
+    @property
+    def feature_names(self) -> list[str]:
+        """Keys that a batch must have, each once."""
+        return self._feature_names
+
+    @property
+    def learning_rate_tensor(self) -> Tensor:
+        """The current learning rate as the ops take it, float32 `[]`."""
+        return self._learning_rate
+
+    def frozen_tables(self, stack: TableStack) -> list[int]:
+        """The tables of a storage that are not to change.
+
+        Args:
+            stack: one of `stacks`.
+
+        Returns:
+            Their numbers within it.
+        """
+        return [
+            place
+            for place, table in enumerate(stack.tables)
+            if not self.embedding_bags[table.name].weight.requires_grad
+        ]
 
     def stack(self, number: int) -> TableStack:
         """One of the storages that the tables lie in.

@@ -6,5 +6,6 @@ names on the TPU.
 
 from tpurec.ops.embedding_bag import embedding_bag, embedding_bag_weights_grad
 from tpurec.ops.embedding_update import embedding_update_
+from tpurec.ops.sequence_gather import sequence_gather
 
-__all__ = ["embedding_bag", "embedding_bag_weights_grad", "embedding_update_"]
+__all__ = ["embedding_bag", "embedding_bag_weights_grad", "embedding_update_", "sequence_gather"]

@@ -13,12 +13,14 @@ from tpurec.errors import ConfigError
 from tpurec.extras import require
 from tpurec.kernels import embedding_bag as bag_kernel
 from tpurec.kernels import embedding_update as update_kernel
+from tpurec.kernels import sequence_gather as sequence_kernel
 from tpurec.kernels.optimizers import RowOptimizer
 from tpurec.kernels.storage import Storage
 from tpurec.ops import _tpu_guard, _tpu_jagged, fbgemm_names
 from tpurec.ops._tpu_binding import bind_op
 from tpurec.ops.embedding_bag import embedding_bag, embedding_bag_weights_grad
 from tpurec.ops.embedding_update import embedding_update_
+from tpurec.ops.sequence_gather import sequence_gather
 from tpurec.topology.chips import CHIPS, Chip
 
 
@@ -130,6 +132,19 @@ def _weights_gradient(
     return bag_kernel.weights_gradient(parts, ids, offsets, weights, grad_bags, storage=storage, pooling=pooling)
 
 
+def _gather(
+    parts: list[jax.Array],
+    ids: jax.Array,
+    num_rows: int,
+    dim: int,
+    *,
+    chip: Chip | None,
+    implementation: str | None,
+) -> jax.Array:
+    storage = _storage(parts, num_rows, dim)
+    return sequence_kernel.sequence_gather(parts, ids, storage=storage, chip=chip, implementation=implementation)
+
+
 def _update(
     parts: list[jax.Array],
     state: list[jax.Array],
@@ -177,4 +192,5 @@ IMPLEMENTATIONS = (
     (embedding_bag, _look_up),
     (embedding_bag_weights_grad, _weights_gradient),
     (embedding_update_, _update),
+    (sequence_gather, _gather),
 )

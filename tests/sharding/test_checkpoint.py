@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tpurec.sharding import checkpoint, safetensors_storage
+from tpurec.sharding import checkpoint, checkpoint_folder, safetensors_storage
 from tpurec.sharding.checkpoint import (
     MANIFEST,
     Checkpointer,
@@ -150,6 +150,19 @@ def test_the_last_few_and_the_best_are_kept(tmp_path):
         checkpointer.save(step, {"x": torch.tensor(float(step))}, {}, score)
     assert [read_manifest(path).step for path in list_checkpoints(tmp_path)] == [3, 5, 6]
     assert read_manifest(best_checkpoint(tmp_path)).step == 3
+
+
+def test_the_best_is_found_without_parsing_manifests_and_a_damaged_score_is_named(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path, keep_last=3)
+    for step, score in [(1, -0.25), (2, None), (3, -1e-3)]:
+        checkpointer.save(step, {"x": torch.tensor(1.0)}, {}, score)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "read_manifest", None)
+        assert best_checkpoint(tmp_path).name == "step-00000003"
+    path = tmp_path / "step-00000001" / MANIFEST
+    path.write_text(path.read_text().replace("-0.25", "-0.2x"))
+    with pytest.raises(CheckpointError, match=r"step-00000001/manifest\.json: damaged"):
+        best_checkpoint(tmp_path)
 
 
 def test_without_scores_the_newest_is_the_best(tmp_path):

@@ -14,9 +14,10 @@ from tpurec.sharding.checkpoint_manifest import (
     StoredPiece,
     StoredTensor,
     key_in_file,
+    rows_and_columns,
 )
 from tpurec.sharding.pieces import TensorPiece, whole
-from tpurec.sharding.regions import Region
+from tpurec.sharding.regions import Region, find_gap_or_clash
 from tpurec.sharding.safetensors_storage import SAFETENSORS_DTYPES, header_of, write_file
 
 
@@ -153,8 +154,8 @@ def merge(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, MergedTensor]:
                 )
             tensor.regions.extend((rank, Region(*region)) for region in regions)
     for name, tensor in merged.items():
-        pieces = tuple(StoredPiece("", region, 1, ()) for _, region in tensor.regions)
-        problem = StoredTensor(tensor.dtype, tensor.shape, pieces).find_problem()
+        regions = [region for _, region in tensor.regions]
+        problem = find_gap_or_clash(regions, *rows_and_columns(tensor.shape))
         if problem is not None:
             raise CheckpointError(f"{name!r}: {problem}")
     return merged

@@ -1,6 +1,7 @@
 """Checkpoints that several ranks write together and any number of ranks loads: exact, complete or absent."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -434,6 +435,25 @@ def test_a_plain_torchrec_collection_and_a_fused_one_take_what_four_ranks_saved(
     with pytest.raises(CheckpointError, match="has 'optimizer"):
         load_checkpoint(path, {}, prefix="optimizer.")
     load_checkpoint(path, {}, prefix="optimizer.", partial=True)
+
+
+def test_the_example_of_the_docs_loads_what_four_ranks_saved(tmp_path):
+    from torchrec import EmbeddingBagConfig
+
+    name = "model.sparse_arch.embedding_bag_collection.embedding_bags.user.weight"
+    table = torch.randn(10, 4)
+    (folder, *_) = on_ranks(
+        4,
+        lambda ranks: checkpointer(tmp_path, ranks).save(
+            1, {}, {}, pieces=[TensorPiece(name, (10, 4), ranks.rank, 4, None, table[ranks.rank :: 4])]
+        ),
+    )
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    config = EmbeddingBagConfig(name="user", num_embeddings=10, embedding_dim=4, feature_names=["user"])
+    names = {"folder": folder, "tables": [config]}
+    exec(example, names)
+    assert torch.equal(names["collection"].embedding_bags["user"].weight, table)
 
 
 def test_a_checkpoint_of_version_1_loads_whole_and_in_pieces():

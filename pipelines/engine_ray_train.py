@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelines.engine_local import LocalSource
 from pipelines.engine_ray import absolute_data, fit, follow
-from pipelines.planning import settle_plan
+from pipelines.planning import keep_plan
 from pipelines.ray_session import ray_session
 from pipelines.ray_slice import SliceRequest, check_cluster, check_devices_per_chip
 from pipelines.recipe import Recipe
@@ -32,13 +32,31 @@ from tpurec.sharding.plan import Plan
 PROBLEM, STARTS = ".ray-problem.json", ".ray-starts"
 
 
-def train_ray_workers(run: Run, recipe: Recipe, data: RunData, reporter: Reporter, max_restarts: int) -> dict[str, Any]:
+def check_ray_workers(recipe: Recipe) -> None:
+    """Refuse a recipe that does not say where its TPUs are.
+
+    Args:
+        recipe: the resolved recipe, with workers.
+
+    Raises:
+        ConfigError: a TPU without a slice.
+    """
+    if recipe.device.kind == "tpu" and recipe.sharding.topology.chip is None:
+        raise ConfigError(
+            "device.kind = 'tpu' with workers: on which slice?", "Set sharding.slice, such as sharding.slice=v6e-16."
+        )
+
+
+def train_ray_workers(
+    run: Run, recipe: Recipe, data: RunData, plan: Plan, reporter: Reporter, max_restarts: int
+) -> dict[str, Any]:
     """Train in workers of Ray Train: on the slice that the recipe names, or on this machine's CPUs.
 
     Args:
         run: prepared and locked; on a file system that all workers see under the same absolute path.
         recipe: the resolved recipe.
         data: schema and manifests; the files, too, are seen by all workers.
+        plan: for as many ranks as the recipe says.
         reporter: where progress goes.
         max_restarts: so often workers are started again after one was lost.
 
@@ -47,7 +65,7 @@ def train_ray_workers(run: Run, recipe: Recipe, data: RunData, reporter: Reporte
 
     Raises:
         MissingExtra: Ray is not installed.
-        ConfigError: a TPU without a slice, or a plan that does not fit the recipe.
+        ConfigError: a TPU without a slice.
         TpurecError: the cluster lacks the slice, or what a worker raised.
     """
     require("ray.train", "--engine ray")
@@ -57,14 +75,11 @@ def train_ray_workers(run: Run, recipe: Recipe, data: RunData, reporter: Reporte
 
     from pipelines.slice_backend import SliceConfig
 
+    check_ray_workers(recipe)
     topology = recipe.sharding.topology
     on_slice = topology.chip is not None
-    if recipe.device.kind == "tpu" and not on_slice:
-        raise ConfigError(
-            "device.kind = 'tpu' with workers: on which slice?", "Set sharding.slice, such as sharding.slice=v6e-16."
-        )
     source = LocalSource(recipe, data)  # refuses data that cannot be trained on, before Ray starts
-    settle_plan(run, recipe, data.schema, reporter.log)
+    keep_plan(run, plan, reporter.log)
     problem, starts = run.path / PROBLEM, run.path / STARTS
     for left in (problem, starts):
         left.unlink(missing_ok=True)

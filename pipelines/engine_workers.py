@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engine_local import LocalSource
-from pipelines.planning import settle_plan
-from pipelines.recipe import read_recipe
+from pipelines.planning import keep_plan
+from pipelines.recipe import Recipe, read_recipe
 from pipelines.run import Run
 from pipelines.shares import Share
 from pipelines.source import find_data
@@ -22,14 +22,33 @@ if TYPE_CHECKING:
     from pipelines.worker import Channel
 
 
+def check_workers(recipe: Recipe) -> None:
+    """Refuse a recipe that workers of this host cannot train.
+
+    Args:
+        recipe: the resolved recipe, with workers.
+
+    Raises:
+        ConfigError: its slice is not one of CPUs.
+    """
+    config = recipe.sharding
+    if config.topology.chip is not None or recipe.device.kind != "cpu":
+        raise ConfigError(
+            f"the recipe is for {config.topology.name} (device.kind = {recipe.device.kind!r}); workers of this host "
+            "run on CPUs.",
+            "Train with --engine ray on a cluster that has the slice, or leave out sharding.slice and device.kind.",
+        )
+
+
 def train_workers(
-    run: Run, source: LocalSource, reporter: Reporter, lock: int, max_restarts: int = MAX_RESTARTS
+    run: Run, source: LocalSource, plan: Plan, reporter: Reporter, lock: int, max_restarts: int = MAX_RESTARTS
 ) -> dict[str, Any]:
     """Train in worker processes of this host; start them again from the last checkpoint when one is lost.
 
     Args:
         run: prepared and locked.
         source: of the whole batches; says how many rows there are.
+        plan: for as many ranks as the recipe says.
         reporter: where progress goes.
         lock: file descriptor of the RUN's lock: workers that outlive this process for a moment still hold it.
         max_restarts: so often.
@@ -38,19 +57,12 @@ def train_workers(
         The result of `train_run`, and `restarts`.
 
     Raises:
-        ConfigError: the recipe's slice is not one of CPUs, or the plan does not fit the recipe.
+        ConfigError: the recipe's slice is not one of CPUs.
         TpurecError: what a worker raised, or workers were lost too often.
     """
-    recipe = source.recipe
-    config = recipe.sharding
-    if config.topology.chip is not None or recipe.device.kind != "cpu":
-        raise ConfigError(
-            f"the recipe is for {config.topology.name} (device.kind = {recipe.device.kind!r}); workers of this host "
-            "run on CPUs.",
-            "Train with --engine ray on a cluster that has the slice, or leave out sharding.slice and device.kind.",
-        )
-    settle_plan(run, recipe, source.data.schema, reporter.log)
-    job = Job("train", {"run": str(run.path)}, config.num_ranks, (lock,))
+    check_workers(source.recipe)
+    keep_plan(run, plan, reporter.log)
+    job = Job("train", {"run": str(run.path)}, plan.topology.num_ranks, (lock,))
     with reporter.progress("train", source.total_rows) as advance:
         result, restarts = run_workers(job, reporter, Progress(advance), max_restarts)
     return {**result, "restarts": restarts}

@@ -16,17 +16,16 @@ from tpurec.sharding.sources import recipe_tables
 from tpurec.sharding.tables import TableList, TableSpec
 
 
-def settle_plan(run: Run, recipe: Recipe, schema: Schema, log: Callable[[str], None]) -> Plan:
-    """Choose the plan of a run, and keep it in `RUN/plan.json`.
+def choose_plan(run: Run, recipe: Recipe, schema: Schema) -> Plan:
+    """Choose the plan of a run; writes nothing.
 
     `sharding.plan` of the recipe comes first. Without it, a plan that the RUN has is used again if it is for this slice
     and these tables, so that a resumed run gives the same numbers to the bit; else one is made.
 
     Args:
-        run: the RUN folder.
+        run: the RUN folder; it need not exist.
         recipe: the resolved recipe; its section [sharding] says how many workers.
         schema: of the data.
-        log: takes a line for people.
 
     Returns:
         The plan.
@@ -41,12 +40,20 @@ def settle_plan(run: Run, recipe: Recipe, schema: Schema, log: Callable[[str], N
     if config.plan is not None:
         found = Plan.load(config.plan)
         check_plan_for(found, wanted.tables, config.num_ranks, config.plan)
-    else:
-        found = _kept(run, wanted, config.topology.name, batch_size) or _made(wanted, config.topology.name, batch_size)
-    if not run.plan_file.exists() or run.plan_file.read_text(encoding="utf-8") != found.to_json() + "\n":
-        found.save(run.plan_file)
-    log(f"plan for {found.slice}: {_summary(found)}")
-    return found
+        return found
+    return _kept(run, wanted, config.topology.name, batch_size) or _made(wanted, config.topology.name, batch_size)
+
+
+def keep_plan(run: Run, plan: Plan, log: Callable[[str], None]) -> None:
+    """Put the plan into `RUN/plan.json`, where the workers find it.
+
+    Args:
+        run: the RUN folder.
+        plan: of `choose_plan`.
+        log: takes a line for people.
+    """
+    plan.save(run.plan_file)
+    log(f"plan for {plan.slice}: {_summary(plan)}")
 
 
 def check_plan_for(plan: Plan, tables: Sequence[TableSpec], num_ranks: int, where: str | Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -69,8 +71,9 @@ def train(
         if not resolved.sharding.num_ranks:  # workers may run elsewhere
             require_device(resolved.device)
         data = find_data(resolved)  # before the folder is made: a mistyped path leaves nothing behind
+        train_as = _engine(run, resolved, data, engine, reporter, max_restarts)
         with run.locked() as lock:
-            result = run.result() or _train(run, resolved, data, engine, reporter, lock, max_restarts)
+            result = run.result() or _train(run, resolved, data, engine, reporter, partial(train_as, lock))
     else:
         reporter.log(f"{run.path}: this RUN is finished; its result is printed again.")
     for warning in result["warnings"]:
@@ -78,28 +81,45 @@ def train(
     reporter.result(result, lambda console: _summary(console, result))
 
 
+def _engine(
+    run: Run, recipe: Recipe, data: RunData, engine: str, reporter: Reporter, max_restarts: int
+) -> Callable[[int], dict[str, Any]]:
+    """Give what trains; takes the RUN's lock. What can be refused is refused here, before there is a folder."""
+    if recipe.sharding.num_ranks:
+        from pipelines.planning import choose_plan
+
+        if engine == "ray":
+            from pipelines.engine_ray_train import check_ray_workers, train_ray_workers
+
+            check_ray_workers(recipe)
+            plan = choose_plan(run, recipe, data.schema)
+            return lambda lock: train_ray_workers(run, recipe, data, plan, reporter, max_restarts)
+        from pipelines.engine_local import LocalSource
+        from pipelines.engine_workers import check_workers, train_workers
+
+        check_workers(recipe)
+        plan = choose_plan(run, recipe, data.schema)
+        return lambda lock: train_workers(run, LocalSource(recipe, data), plan, reporter, lock, max_restarts)
+    if engine == "ray":
+        from pipelines.engine_ray import train_ray
+
+        return lambda lock: train_ray(run, recipe, data, reporter)
+    from pipelines.engine_local import LocalSource, train_local
+
+    return lambda lock: train_local(run, LocalSource(recipe, data), reporter)
+
+
 def _train(
-    run: Run, recipe: Recipe, data: RunData, engine: str, reporter: Reporter, lock: int, max_restarts: int
+    run: Run,
+    recipe: Recipe,
+    data: RunData,
+    engine: str,
+    reporter: Reporter,
+    train_as: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
     run.begin(recipe, data.schema, data.train, data.test)
     reporter.log(f"RUN {run.path}: {data.train.num_rows:,} training rows in {len(data.train.files)} files")
-    if engine == "ray" and recipe.sharding.num_ranks:
-        from pipelines.engine_ray_train import train_ray_workers
-
-        result = train_ray_workers(run, recipe, data, reporter, max_restarts)
-    elif engine == "ray":
-        from pipelines.engine_ray import train_ray
-
-        result = train_ray(run, recipe, data, reporter)
-    else:
-        from pipelines.engine_local import LocalSource, train_local
-        from pipelines.engine_workers import train_workers
-
-        source = LocalSource(recipe, data)
-        if recipe.sharding.num_ranks:
-            result = train_workers(run, source, reporter, lock, max_restarts)
-        else:
-            result = train_local(run, source, reporter)
+    result = train_as()
     result = {**result, "run": str(run.path), "engine": engine, "warnings": [*data.warnings(), *result["warnings"]]}
     atomic.write_text(run.result_file, json.dumps(result, indent=1, allow_nan=False))
     return result

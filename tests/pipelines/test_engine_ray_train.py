@@ -11,6 +11,7 @@ import pytest
 from pipelines.engine_local import LocalSource
 from pipelines.engine_ray_train import train_ray_workers
 from pipelines.metrics_log import read_metrics
+from pipelines.planning import choose_plan
 from pipelines.ray_slice import POD_TYPE, SLICE_NAME, TOPOLOGY, WORKER_ID
 from pipelines.recipe import read_recipe
 from pipelines.run import Run, load_run
@@ -69,7 +70,8 @@ def train(run: Run, recipe_file, *overrides: str, restarts: int = 2) -> dict:
     data = find_data(recipe)
     with run.locked():
         run.begin(recipe, data.schema, data.train, data.test)
-        return train_ray_workers(run, recipe, data, Reporter(), restarts)
+        plan = choose_plan(run, recipe, data.schema)
+        return train_ray_workers(run, recipe, data, plan, Reporter(), restarts)
 
 
 def kill_one_worker(run: Run, killed: list[int]) -> None:

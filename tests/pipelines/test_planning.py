@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pipelines.planning import settle_plan
+from pipelines.planning import choose_plan, keep_plan
 from pipelines.recipe import read_recipe
 from pipelines.run import Run
 from pipelines.source import find_data
@@ -21,7 +21,9 @@ def settle(recipe_file, tmp_path):
 
     def of(*overrides):
         recipe = read_recipe(recipe_file, list(overrides))
-        return settle_plan(run, recipe, find_data(recipe).schema, lambda line: None)
+        plan = choose_plan(run, recipe, find_data(recipe).schema)
+        keep_plan(run, plan, lambda line: None)
+        return plan
 
     of.run = run
     return of

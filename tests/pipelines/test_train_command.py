@@ -201,3 +201,23 @@ def test_a_second_process_is_refused_while_the_first_trains(trained, tmp_path):
     finally:
         first.kill()
         first.communicate()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--plan", "p.json"], 2, "--plan goes with --workers"),
+        (["--workers", "0"], 2, "'--workers'"),
+        (["--workers", "2", "--plan", "p.json"], 1, "p.json: no such file"),
+        (["--workers", "100000"], 1, "a CPU slice has 1 to 1024 ranks"),
+        (["--workers", "2", "--set", "sharding.slice=v6e-16"], 1, "slice = 'v6e-16' has 16 ranks"),
+        (["--set", "sharding.slice=v6e-16"], 1, "Train with --engine ray on a cluster that has the slice"),
+        (["--workers", "2", "--set", "sharding.constraints.usr.pin=row_wise"], 1, "there is no table 'usr'"),
+        (["--engine", "ray", "--workers", "2", "--set", "device.kind=tpu"], 1, "Set sharding.slice"),
+    ],
+)
+def test_workers_that_cannot_be_are_refused_before_there_is_a_run(recipe_file, tmp_path, options, code, message):
+    """case 38"""
+    answer, _ = tpurec("train", recipe_file, "--out", tmp_path / "run", *options, code=code)
+    assert message in " ".join(answer["error"]["message"].split()) + answer["error"]["remedy"]
+    assert not (tmp_path / "run").exists()

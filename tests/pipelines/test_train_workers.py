@@ -17,6 +17,7 @@ from pipelines.engine_local import LocalSource
 from pipelines.engine_workers import train_workers
 from pipelines.evaluate_run import evaluate_run
 from pipelines.metrics_log import read_metrics
+from pipelines.planning import choose_plan
 from pipelines.recipe import read_recipe
 from pipelines.run import Run, load_run
 from pipelines.source import find_data
@@ -47,7 +48,7 @@ def train(run: Run, recipe) -> dict:
         run.begin(recipe, data.schema, data.train, data.test)
         source = LocalSource(recipe, data)
         if recipe.sharding.num_ranks:
-            return train_workers(run, source, Reporter(), lock)
+            return train_workers(run, source, choose_plan(run, recipe, data.schema), Reporter(), lock)
         return train_run(run, source)
 
 

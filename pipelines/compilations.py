@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from tpurec.embeddings import TorchBatch
 from tpurec.errors import TpurecError
 from tpurec.features import Ladder
+from tpurec.sharding.routed import RoutedBatch, RoutedFeatures
 
 Activity = Literal["training", "evaluation"]
 Result = TypeVar("Result")
@@ -22,7 +23,7 @@ class Compilation:
     Args:
         activity: what the call was for.
         batch_size: rows of the batch, padding included.
-        capacities: feature name to ids it has room for.
+        capacities: feature name to ids it has room for; of sharded tables the sizes of their exchange.
         programs: compiled during the call.
         seconds: the call took.
         unexpected: empty, or why no program should have been needed.
@@ -76,7 +77,11 @@ class Compilations:
         self._known: set[tuple] = set()
 
     def watch(
-        self, activity: Activity, batch: TorchBatch, call: Callable[[], Result], finish: Callable[[Result], Any]
+        self,
+        activity: Activity,
+        batch: TorchBatch | RoutedBatch,
+        call: Callable[[], Result],
+        finish: Callable[[Result], Any],
     ) -> tuple[Result, bool]:
         """Make a call; if it compiles a program, wait for its result and record it.
 
@@ -111,11 +116,14 @@ class Compilations:
             return []
         return [f"programs were compiled that should not be needed, {self.unexpected} times; metrics.jsonl has each."]
 
-    def _add(self, activity: Activity, batch: TorchBatch, programs: int, seconds: float) -> None:
+    def _add(self, activity: Activity, batch: TorchBatch | RoutedBatch, programs: int, seconds: float) -> None:
         features = batch.features
-        capacities = dict(zip(features.keys(), features.length_per_key(), strict=True))
+        if isinstance(features, RoutedFeatures):
+            capacities, limited = features.capacities(), {}  # the ranks agree on sizes without an upper limit
+        else:
+            capacities = limited = dict(zip(features.keys(), features.length_per_key(), strict=True))
         shape = (activity, features.stride(), tuple(capacities.items()))
-        unexpected = self._why_unexpected(shape, programs, capacities) if self._one_per_shape else ""
+        unexpected = self._why_unexpected(shape, programs, limited) if self._one_per_shape else ""
         self._known.add(shape)
         self.programs += programs
         self.seconds += seconds

@@ -62,12 +62,14 @@ class ShardedExecution(Execution):
         return self._inner.place(self._model)
 
     def feed(self) -> Feed:
-        """As `Execution.feed`."""
+        """As `Execution.feed`; one rank alone has nothing to route."""
         assert self._router is not None, "place comes first"
-        return RoutedFeed(self._router)
+        return self._inner.feed() if self._world.size == 1 else RoutedFeed(self._router)
 
     def evaluation_feed(self) -> Feed:
         """As `Execution.evaluation_feed`; of its own, because training batches may be under way meanwhile."""
+        if self._world.size == 1:
+            return self._inner.evaluation_feed()
         return RoutedFeed(BatchRouter(self._placed(), self._world.evaluation_group))
 
     def train_step(
@@ -102,7 +104,8 @@ class ShardedExecution(Execution):
 
         Returns:
             `world_size`; `exchange_bytes_per_step`, the mean over ranks of what leaves one; `padding_share` of what is
-            exchanged; `collectives_per_step`; and `programs`, the distinct sets of shapes that steps had.
+            exchanged; `collectives_per_step`; and `programs`, those compiled, or where nothing is compiled the
+            distinct sets of shapes that steps had, each of which would be one.
         """
         assert self._router is not None, "place comes first"
         found, stats = exchange_stats(self._placed()), self._router.stats
@@ -112,5 +115,5 @@ class ShardedExecution(Execution):
             "exchange_bytes_per_step": round(sum(sent for sent, _ in everyone) / len(everyone)),
             "padding_share": round(sum(padding for _, padding in everyone) / len(everyone), 4),
             "collectives_per_step": round(found["collectives_per_step"], 2),
-            "programs": max(1, stats.programs),
+            "programs": self.compilations.programs or max(1, stats.programs),
         }

@@ -10,6 +10,8 @@ from tpurec.embeddings import to_torch
 from tpurec.errors import TpurecError
 from tpurec.features import Ladder, pack
 from tpurec.features.transform import Transformer
+from tpurec.sharding.routed import DeviceRoute, RoutedBatch, RoutedFeatures
+from tpurec.sharding.routing import Sizes
 
 
 def a_batch(capacity):
@@ -104,3 +106,19 @@ def test_more_programs_than_torchs_limit_of_8_are_made_and_counted():
         assert double(torch.ones(size)).sum() == 2 * size
         assert double(torch.ones(size)).sum() == 2 * size
     assert compiler.programs == 12
+
+
+def test_a_routed_batch_is_told_by_the_sizes_of_its_exchange_which_have_no_upper_limit():
+    route = DeviceRoute(Sizes(8, 16, 0, 1 << 20), *[None] * 12)
+    features = RoutedFeatures((route,), torch.zeros(2, 40), 4, 8, torch.zeros(1), 0, None)
+    batch = RoutedBatch(None, features, None, None, 4, 8)
+    counted = Counted(on_recompile="error")
+
+    def call():
+        counted.programs += 1
+
+    counted.compilations.watch("training", batch, call, counted.waited.append)
+    (found,) = counted.found
+    assert found.batch_size == 4 and found.capacities["stack 0 local ids"] == 1 << 20
+    with pytest.raises(TpurecError, match=r"this shape has a program already"):
+        counted.compilations.watch("training", batch, call, counted.waited.append)

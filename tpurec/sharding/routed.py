@@ -124,6 +124,23 @@ class RoutedFeatures:
         """
         return self.batch_size
 
+    def capacities(self) -> dict[str, int]:
+        """The agreed sizes that make a program: what the shapes of a step depend on.
+
+        Returns:
+            Name of the size to elements.
+        """
+        found = {"squares": self.squares_size, "padded rows": self.padded_size}
+        for number, route in enumerate(self.routes):
+            sizes = route.sizes
+            found |= {
+                f"stack {number} rows": sizes.rows,
+                f"stack {number} bag ids": sizes.bag_ids,
+                f"stack {number} replicated": sizes.replicated,
+                f"stack {number} local ids": sizes.local_ids,
+            }
+        return found
+
     def start_id_exchange(self) -> None:
         """Send the ids now, and go on; all ranks must do so at the same point of their program."""
         if self._received is None:

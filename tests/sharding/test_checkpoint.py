@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,18 @@ def test_the_best_is_found_without_parsing_manifests_and_a_damaged_score_is_name
     path.write_text(path.read_text().replace("-0.25", "-0.2x"))
     with pytest.raises(CheckpointError, match=r"step-00000001/manifest\.json: damaged"):
         best_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_that_its_owner_removes_meanwhile_is_not_the_best(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path, keep_last=3)
+    for step, score in [(1, 0.5), (2, 0.25)]:
+        checkpointer.save(step, {"x": torch.tensor(1.0)}, {}, score)
+    listed = list_checkpoints(tmp_path)
+    shutil.rmtree(listed[0])
+    monkeypatch.setattr(checkpoint_folder, "list_checkpoints", lambda folder: listed)
+    assert best_checkpoint(tmp_path) == listed[1]
+    with pytest.raises(CheckpointError, match="step-00000001: not a checkpoint"):
+        load_checkpoint(listed[0], {"x": torch.tensor(0.0)})
 
 
 def test_without_scores_the_newest_is_the_best(tmp_path):

@@ -82,15 +82,19 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 def _score(path: Path) -> float | None:
     """From the first lines, as both versions are laid out: a manifest of a thousand ranks takes seconds to parse."""
-    with (path / MANIFEST).open("rb") as stream:
-        for line in islice(stream, 8):
-            if line.startswith(b' "score":'):
-                try:
-                    score = json.loads(line.decode().partition(":")[2].strip().rstrip(","))
-                except ValueError:
-                    break
-                if score is None or isinstance(score, (int, float)):
-                    return score
+    try:
+        with (path / MANIFEST).open("rb") as stream:
+            lines = list(islice(stream, 8))
+    except FileNotFoundError:
+        return None  # its owner has just removed it
+    for line in lines:
+        if line.startswith(b' "score":'):
+            try:
+                score = json.loads(line.decode().partition(":")[2].strip().rstrip(","))
+            except ValueError:
+                break
+            if score is None or isinstance(score, (int, float)):
+                return score
     return read_manifest(path).score
 
 

@@ -47,7 +47,7 @@ class Answers:
         """
         lines = vectors.reshape(self._num_lines, batch_size, self._width)
         if self._line_of_slot is not None:
-            return lines.index_select(0, self._line_of_slot).transpose(0, 1)
+            return lines.transpose(0, 1).index_select(1, self._line_of_slot)
         sums = lines.new_zeros(self._num_slots + 1, batch_size, self._width)
         return sums.index_add_(0, self._slot_of_line, lines)[: self._num_slots].transpose(0, 1)
 

@@ -118,11 +118,11 @@ class Exchange:
             )
             num_rows = ranks * route.sizes.rows
             num_lines = request.num_lines - route.sizes.replicated
-            remote.append(lines[:num_rows].view(ranks, -1).to(self.wire_dtype))
-            remote.append(lines[num_rows:num_lines].view(ranks, -1).to(self.wire_dtype))
+            remote.append(lines[:num_rows].view(ranks, -1))
+            remote.append(lines[num_rows:num_lines].view(ranks, -1))
             replicated.append(lines[num_lines:])
             requests.append(request)
-        vectors, _ = self.wire.all_to_all("vectors", torch.cat(remote, dim=1))
+        vectors, _ = self.wire.all_to_all("vectors", joined(remote, 1, self.wire_dtype), reuse=True)
         sources, at = [], 0
         for number, (stack, storage, route) in enumerate(zip(self.stacks, self.storages, features.routes, strict=True)):
             num_rows, num_bags = route.sizes.rows * stack.width, stack.num_answers * features.padded_size * stack.width
@@ -155,7 +155,7 @@ class Exchange:
         return _Request(torch.cat(rows), offsets, weights, end, num_lines)
 
     def _pool(self, stack: Stack, route: DeviceRoute, rows: Tensor, replicated: Tensor) -> Tensor:
-        lines = torch.cat([rows.reshape(-1, stack.width), replicated])
+        lines = joined([rows.reshape(-1, stack.width), replicated], 0, rows.dtype)
         slots = len(stack.local_slots)
         return pool_lines(lines, route.index, route.offsets, route.weights, slots).view(-1, slots, stack.width)
 
@@ -177,7 +177,7 @@ class Exchange:
             if own is not None:
                 own = _scaled(own, route.local_scales)
                 lines = pool_lines(own.reshape(-1, stack.width), route.lines, route.line_offsets, route.line_weights, 1)
-                remote.append(lines[:num_rows].view(ranks, -1).to(self.wire_dtype))
+                remote.append(lines[:num_rows].view(ranks, -1))
                 if stack.num_replicated and not stack.frozen:
                     storage.replicated_gradients.index_add_(0, route.replicated_targets, lines[num_rows:])
                     if stack.optimizer.weight_decay:
@@ -187,8 +187,8 @@ class Exchange:
                     self._unreduced = True
             if bags is not None:
                 spread = self._answers[number].spread(_scaled(bags, route.bag_scales))
-                remote.append(spread.view(ranks, -1).to(self.wire_dtype))
-        received, _ = self.wire.all_to_all("gradients", torch.cat(remote, dim=1))
+                remote.append(spread.view(ranks, -1))
+        received, _ = self.wire.all_to_all("gradients", joined(remote, 1, self.wire_dtype), reuse=True)
         self._update(features, requests, received)
 
     def _update(self, features: RoutedFeatures, requests: list[_Request], received: Tensor) -> None:
@@ -200,7 +200,7 @@ class Exchange:
             at += num_rows + num_bags
             if stack.frozen or not num_rows + num_bags:
                 continue
-            grad = torch.cat([part.reshape(-1, stack.width) for part in parts]).to(storage.compute_dtype)
+            grad = joined([part.reshape(-1, stack.width) for part in parts], 0, storage.compute_dtype)
             request = requests[number]
             rows, offsets = request.rows[: request.num_ids], request.offsets[: grad.shape[0] + 1]
             weights = None if request.weights is None else request.weights[: request.num_ids]
@@ -300,6 +300,23 @@ def pool_lines(lines: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | 
         found = found * weights[:, None].to(found.dtype)
     pooled = lines.new_zeros(num_bags + 1, lines.shape[1]).index_add_(0, bags.clamp(max=num_bags), found)[:num_bags]
     return pooled.view(num_slots, -1, lines.shape[1]).transpose(0, 1).reshape(-1, num_slots * lines.shape[1])
+
+
+def joined(parts: Sequence[Tensor], dim: int, dtype: torch.dtype) -> Tensor:
+    """Join arrays; a single one that is not empty is not copied.
+
+    Args:
+        parts: at least one.
+        dim: along which.
+        dtype: of the result.
+
+    Returns:
+        A contiguous array.
+    """
+    filled = [part for part in parts if part.shape[dim]] or list(parts[:1])
+    if len(filled) == 1:
+        return filled[0].to(dtype).contiguous()
+    return torch.cat([part.to(dtype) for part in filled], dim=dim)
 
 
 def _scaled(pooled: Tensor | None, scales: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+
 @dataclass
 class WireCounts:
     """What left this rank since the counts began.
@@ -36,19 +37,27 @@ class Wire:
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.counts = WireCounts()
+        self._buffers: dict[str, Tensor] = {}
 
-    def all_to_all(self, kind: str, tensor: Tensor, async_op: bool = False) -> tuple[Tensor, dist.Work | None]:
+    def all_to_all(
+        self, kind: str, tensor: Tensor, async_op: bool = False, reuse: bool = False
+    ) -> tuple[Tensor, dist.Work | None]:
         """Send line r of a tensor to rank r.
 
         Args:
             kind: what it counts as.
             tensor: `[num_ranks, size]` of any dtype, contiguous, of equal shape on all ranks.
             async_op: return at once.
+            reuse: the array received is overwritten by the next call of this kind; new memory costs page faults.
 
         Returns:
             `[num_ranks, size]`: line r came from rank r; and what to wait for, if `async_op`.
         """
-        received = torch.empty_like(tensor)
+        received = self._buffers.get(kind) if reuse else None
+        if received is None or received.shape != tensor.shape or received.dtype != tensor.dtype:
+            received = torch.empty_like(tensor)
+        if reuse:
+            self._buffers[kind] = received
         self._count(kind, tensor.nbytes * (self.num_ranks - 1) / self.num_ranks)
         if not tensor.numel():
             return received, None

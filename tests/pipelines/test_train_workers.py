@@ -111,6 +111,13 @@ def test_four_workers_give_the_numbers_of_one_process_and_a_run_that_is_like_any
     assert [evaluated[key] for key in METRICS] == pytest.approx([result[key] for key in METRICS], abs=1e-6)
 
 
+def test_one_worker_gives_the_bits_of_no_workers(clicks, alone, tmp_path):
+    run = Run(tmp_path / "run")
+    result = train(run, recipe_for(tmp_path / "recipe.toml", clicks, 1))
+    assert result.pop("world_size") == 1
+    check_same(run, {key: value for key, value in result.items() if key in alone[1]}, alone)
+
+
 def kill_one_worker(run: Run, killed: list[int]) -> None:
     while not list_checkpoints(run.checkpoints):
         time.sleep(0.002)

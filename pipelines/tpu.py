@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,9 +67,8 @@ def require_device(config: DeviceConfig) -> None:
     """
     if config.kind != "tpu":
         return
-    from tpurec.ops import _tpu
-
-    if _tpu.bound() is None:
+    binding = sys.modules.get("tpurec.ops._tpu")  # importing it takes seconds; unless it is there, nothing is bound
+    if binding is None or binding.bound() is None:
         _chip()
 
 

@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated.setup import Unavailable, prepare
-
 ROOT = Path(__file__).resolve().parents[2]
-CACHE = Path(sys.prefix) / "emulated-tpu"
 CHECKS = sorted(path.name for path in (Path(__file__).parent / "device").glob("check_*.py"))
-
-
-@pytest.fixture(scope="module")
-def emulator():
-    try:
-        return prepare(CACHE)
-    except Unavailable as reason:
-        pytest.skip(f"emulated TPU: {reason}")
 
 
 @pytest.mark.emulated

@@ -150,3 +150,18 @@ def test_a_copy_and_a_read_would_be_noticed():
     assert of(LARGE, found) == [(Kind.NEW_RESULT, table.numel() * table.element_size())]
     assert of(TRANSFERS, found) == [(Kind.TO_HOST, 400)]
     del double
+
+
+def test_reading_a_table_copies_it_and_writing_one_copies_its_storage():
+    """Outside of steps; what it costs to make and load a checkpoint."""
+    collection = next(one for _, one in fused_collections(dlrm.make_model("tpu", rows=ROWS)))
+    weight, storage = collection.embedding_bags["t0"].weight, collection.stack(0).parts[0]
+    table_bytes, storage_bytes = ROWS * 8 * 4, storage.numel() * storage.element_size()
+    runtime.record(table_bytes)
+    values = weight.detach().cpu()
+    assert runtime.recorded() == [(Kind.EXECUTION, 0), (Kind.NEW_RESULT, table_bytes), (Kind.TO_HOST, table_bytes)]
+    runtime.record(table_bytes)
+    collection.load_state_dict({"embedding_bags.t0.weight": values}, strict=False)
+    torch.accelerator.synchronize()
+    assert of(TRANSFERS, runtime.recorded()) == [(Kind.TO_DEVICE, table_bytes)]
+    assert of(LARGE, runtime.recorded()) == [(Kind.NEW_RESULT, storage_bytes)]

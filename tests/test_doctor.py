@@ -6,16 +6,20 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from pipelines.commands import doctor
 from pipelines.commands.doctor import Finding, Package
+from pipelines.device import EXECUTIONS
+from tests.emulated import setup
+from tests.emulated.conftest import CACHE
 from tests.tiers import BUDGETS
 
 
 def _all_available():
-    return {name: Finding(True, "1", "") for name in (*doctor.PACKAGES, *doctor.PROGRAMS)}
+    return {name: Finding(True, "1", "") for name in (*doctor.PACKAGES, *doctor.PROGRAMS, "emulator")}
 
 
 @pytest.mark.multiprocess
@@ -30,7 +34,11 @@ def test_one_entry_a_component_with_available_version_and_reason():
     found = json.loads(child.stdout)
     wanted = {"python", "torch", "torchrec", "fbgemm", "jax", "ray", "torch_tpu", "libtpu", "gcc", "chromium"}
     assert wanted <= set(found)
-    assert {"device.cpu", "device.tpu", "execution.cpu", "execution.compile", "tests.default"} <= set(found)
+    modes = {f"execution.{name}" for names in EXECUTIONS.values() for name in names}
+    assert {"device.cpu", "device.tpu", "emulator", "tests.default", *modes} <= set(found)
+    # What the tier's own set-up says: it needs no plugin that is installed, it fetches one.
+    possible = all(found[name]["available"] for name in doctor.TIERS["emulated"])
+    assert found["tests.emulated"]["available"] == possible
     for name, entry in found.items():
         assert set(entry) == {"available", "version", "reason", "remedy"}, name
         assert entry["reason"], name
@@ -71,20 +79,6 @@ def test_a_program_that_is_missing_or_broken_is_a_reason(tmp_path, monkeypatch):
     assert doctor.probe_program(("gcc",), "install gcc") == Finding(True, "12.2.0", str(broken))
 
 
-def test_chips_are_counted_from_the_pci_bus(tmp_path):
-    for slot, vendor, device in (
-        ("00:01", "0x1ae0", "0x006f"),
-        ("00:02", "0x1ae0", "0x006f"),
-        ("00:03", "0x8086", "0x1"),
-    ):
-        (tmp_path / slot).mkdir()
-        (tmp_path / slot / "vendor").write_text(vendor + "\n")
-        (tmp_path / slot / "device").write_text(device + "\n")
-    (tmp_path / "00:04").mkdir()  # a device whose files cannot be read
-    assert doctor.attached_chips(tmp_path) == ["v6e", "v6e"]
-    assert doctor.attached_chips(tmp_path / "absent") == []
-
-
 def test_without_a_chip_no_tensor_is_put_on_a_tpu(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise AssertionError("creating a tpu tensor without a chip aborts the process")
@@ -93,14 +87,35 @@ def test_without_a_chip_no_tensor_is_put_on_a_tpu(tmp_path, monkeypatch):
     found = doctor.probe_devices(_all_available(), pci=tmp_path)
     assert not found["device.tpu"].available
     modes = doctor.execution_modes({**_all_available(), **found})
-    assert modes["execution.cpu"].available and not modes["execution.compile"].available
+    assert modes["execution.eager"].available
+    for name in EXECUTIONS["tpu"]:
+        mode = modes[f"execution.{name}"]
+        assert not mode.available and "no TPU chip is attached" in mode.reason and "tests.emulated" in mode.remedy
+
+
+def test_with_a_chip_every_mode_is_available_on_it():
+    found = _all_available() | {"device.tpu": Finding(True, "4 x v6e", "a tensor was made on it")}
+    modes = doctor.execution_modes(found)
+    assert all(modes[f"execution.{name}"].available for names in EXECUTIONS.values() for name in names)
+    assert modes["execution.compile"].reason == "the whole step is one program a shape, on 4 x v6e"
+
+
+def test_the_emulator_is_looked_for_where_the_tests_put_it(tmp_path):
+    assert doctor.EMULATOR.relative_to(CACHE.name) == setup.PLUGIN and CACHE.parent == Path(sys.prefix)
+    assert not doctor.probe_emulator(tmp_path).available
+    (tmp_path / doctor.EMULATOR).parent.mkdir(parents=True)
+    (tmp_path / doctor.EMULATOR).write_bytes(b"")
+    assert doctor.probe_emulator(tmp_path).available
+    found = _all_available() | {"emulator": Finding(False, None, "not fetched yet")}
+    tier = doctor.runnable_tiers(found)["tests.emulated"]
+    assert tier.available and "fetches the emulator first" in tier.reason
 
 
 def test_a_missing_package_takes_away_the_tiers_and_modes_that_need_it(tmp_path):
     found = _all_available()
     found["fbgemm"] = Finding(False, None, "not installed", "install fbgemm")
     found |= doctor.probe_devices(found, pci=tmp_path)
-    assert not doctor.execution_modes(found)["execution.cpu"].available
+    assert not doctor.execution_modes(found)["execution.eager"].available
     tiers = doctor.runnable_tiers(found)
     assert not tiers["tests.default"].available and tiers["tests.compile"].available
     assert (

@@ -1,4 +1,4 @@
-"""Run the test tiers one after the other, each in its own process with a time budget, and say what was skipped and why.
+"""Run the test tiers, each in its own process with a time budget; say what was skipped and why, and what needs a TPU.
 
 python -m tests.tiers              all tiers but `slow`
 python -m tests.tiers default ray  only these
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+HARDWARE_PAGE = ROOT / "docs" / "not-run-on-hardware.md"
 SPECIAL = ("compile", "interpret", "multiprocess", "ray", "browser", "emulated", "slow")
 # Seconds on 2 quiet cores; together (without `slow`) under 45 minutes. A tier over its budget is reported; at twice the
 # budget it is stopped and fails, so that a busy machine does not turn a passing tier into a failure.
@@ -93,6 +94,27 @@ def _remark(outcome: Outcome) -> str:
     return "  over budget" if outcome.seconds > BUDGETS[outcome.tier] else ""
 
 
+def not_run_on_hardware(page: str) -> list[tuple[str, str, str]]:
+    """Read what only a TPU can settle.
+
+    Args:
+        page: text of docs/not-run-on-hardware.md.
+
+    Returns:
+        The rows of its table: claim, what is known instead, where it is checked.
+
+    Raises:
+        ValueError: the page has no such table.
+    """
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")
+    ]
+    rows = [(claim, known, where) for claim, known, where in cells[2:]]
+    if not rows:
+        raise ValueError(f"{HARDWARE_PAGE.name} has no table of three columns")
+    return rows
+
+
 def main(tiers: list[str]) -> int:
     """Run the tiers and print a summary.
 
@@ -119,7 +141,10 @@ def main(tiers: list[str]) -> int:
         for reason, count in outcome.skips.most_common():
             print(f"    {count} skipped: {reason}")
     print("    tier slow is not part of this run: python -m tests.tiers slow" if "slow" not in tiers else "")
-    print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped", flush=True)
+    print(f"\n=== not run on hardware ({HARDWARE_PAGE.relative_to(ROOT)} says what is known instead)")
+    for claim, _, where in not_run_on_hardware(HARDWARE_PAGE.read_text(encoding="utf-8")):
+        print(f"    {claim} (instead: {where})")
+    print(f"\n{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped", flush=True)
     return 0 if all(outcome.code in (0, NO_TESTS) for outcome in outcomes) and total["passed"] else 1
 
 

@@ -22,21 +22,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from pipelines.device import EXECUTIONS
+from pipelines.tpu import PCI_DEVICES, attached_chips
 from tpurec.reporting import JsonOption, Reporter
 
 IMPORT_SECONDS = 90.0
 PROGRAM_SECONDS = 20.0
 TPU_SECONDS = 180.0
-
-# PCI ids of TPU chips (source: jax 0.10.2, jax/_src/hardware_utils.py).
-_GOOGLE_PCI_VENDOR = "0x1ae0"
-_CHIP_OF_PCI_DEVICE = {
-    "0x005e": "v4",
-    "0x0062": "v5p",
-    "0x0063": "v5e",
-    "0x006f": "v6e",
-    "0x0076": "7x",
-}
 
 
 @dataclass(frozen=True)
@@ -90,12 +82,6 @@ PACKAGES = {
     "fastapi": Package("fastapi", "import fastapi, uvicorn, prometheus_client"),
     "pytest": Package("pytest", "import pytest, pytest_timeout, hypothesis", _TEST_REMEDY),
     "selenium": Package("selenium", "from selenium import webdriver", _TEST_REMEDY),
-    "xla_cpu_pjrt": Package(
-        "xla-cpu-pjrt",
-        "import importlib.metadata as m; "
-        "assert any(f.suffix == '.so' and f.locate().exists() for f in m.distribution('xla-cpu-pjrt').files)",
-        "Needed for emulated tests only, an unofficial build: pip install xla-cpu-pjrt==0.0.1",
-    ),
 }
 PROGRAMS = {
     "gcc": (("gcc",), "Needed to compile the test shim: apt-get install gcc"),
@@ -112,11 +98,17 @@ TIERS = {
     "multiprocess": ("torch", "torchrec", "fbgemm", "pytest"),
     "ray": ("torch", "torchrec", "fbgemm", "ray", "pytest"),
     "browser": ("selenium", "chromium", "pytest"),
-    "emulated": ("torch_tpu", "jax", "gcc", "xla_cpu_pjrt", "pytest"),
+    "emulated": ("torch", "torchrec", "fbgemm", "torch_tpu", "libtpu", "jax", "gcc", "pytest"),
     "slow": ("torch", "torchrec", "fbgemm", "pytest"),
 }
-# The recipe's device.execution values on a TPU, in torch_tpu's words.
-EXECUTION_MODES = ("strict", "debug", "defer_and_fuse", "compile")
+MODES = {
+    "compile": "the whole step is one program a shape",
+    "strict": "each operation is a program",
+    "debug": "as strict, and the host waits for each",
+    "defer_and_fuse": "operations are collected and fused",
+}
+# Where the set-up of the tier `emulated` keeps what it fetches (tests/emulated/setup.py), below the environment.
+EMULATOR = Path("emulated-tpu/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so")
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -136,6 +128,7 @@ def doctor(as_json: JsonOption = False) -> None:
         for name, future in futures.items():
             found[name] = future.result()
             advance(1)
+    found["emulator"] = probe_emulator()
     found |= probe_devices(found)
     found |= execution_modes(found)
     found |= runnable_tiers(found)
@@ -227,7 +220,27 @@ def probe_program(names: tuple[str, ...], remedy: str) -> Finding:
     return Finding(True, version[0] if version else lines[0], path)
 
 
-def probe_devices(found: Mapping[str, Finding], pci: Path = Path("/sys/bus/pci/devices")) -> dict[str, Finding]:
+def probe_emulator(prefix: Path = Path(sys.prefix)) -> Finding:
+    """Find out whether the tests can put a `tpu` device on this CPU at once.
+
+    Args:
+        prefix: of the Python environment.
+
+    Returns:
+        The finding.
+    """
+    plugin = prefix / EMULATOR
+    if plugin.exists():
+        return Finding(True, None, f"the tests put a tpu device on this CPU: {plugin}")
+    return Finding(
+        False,
+        None,
+        "not fetched yet",
+        "Needed for tests only: `python -m tests.tiers emulated` fetches it from the package index.",
+    )
+
+
+def probe_devices(found: Mapping[str, Finding], pci: Path = PCI_DEVICES) -> dict[str, Finding]:
     """Find out which devices a run could use.
 
     Args:
@@ -240,27 +253,6 @@ def probe_devices(found: Mapping[str, Finding], pci: Path = Path("/sys/bus/pci/d
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = Finding(found["torch"].available, f"{cores} cores", platform.processor() or platform.machine())
     return {"device.cpu": cpu, "device.tpu": _probe_tpu(found, attached_chips(pci))}
-
-
-def attached_chips(pci: Path) -> list[str]:
-    """List the TPU chips on this host's PCI bus; touches no device.
-
-    Args:
-        pci: folder in which the kernel lists PCI devices.
-
-    Returns:
-        One generation name a chip, such as `v6e`.
-    """
-    chips = []
-    for device in sorted(pci.glob("*")):
-        try:
-            vendor = (device / "vendor").read_text().strip()
-            kind = (device / "device").read_text().strip()
-        except OSError:
-            continue
-        if vendor == _GOOGLE_PCI_VENDOR and kind in _CHIP_OF_PCI_DEVICE:
-            chips.append(_CHIP_OF_PCI_DEVICE[kind])
-    return chips
 
 
 def _probe_tpu(found: Mapping[str, Finding], chips: list[str]) -> Finding:
@@ -284,16 +276,17 @@ def execution_modes(found: Mapping[str, Finding]) -> dict[str, Finding]:
         found: findings so far, devices included.
 
     Returns:
-        `execution.cpu`, and one entry for each TPU mode of a recipe.
+        One entry `execution.NAME` for each value of a recipe's device.execution.
     """
     missing = [name for name in ("torch", "torchrec", "fbgemm") if not found[name].available]
-    reason = f"{_list(missing)} not available" if missing else "eager torch, tables in FBGEMM's fused CPU kernels"
-    modes = {"execution.cpu": Finding(not missing, None, reason, "See above." if missing else "")}
+    reason = f"{_list(missing)} not available" if missing else "on the CPU: tables in FBGEMM's fused kernels"
+    modes = {name: Finding(not missing, None, reason, "See above." if missing else "") for name in EXECUTIONS["cpu"]}
     tpu = found["device.tpu"]
-    for mode in EXECUTION_MODES:
-        reason = f"torch_tpu's mode on {tpu.version}" if tpu.available else f"device.tpu: {tpu.reason}"
-        modes[f"execution.{mode}"] = Finding(tpu.available, None, reason, "" if tpu.available else tpu.remedy)
-    return modes
+    for name in EXECUTIONS["tpu"]:
+        reason = f"{MODES[name]}, on {tpu.version}" if tpu.available else f"{MODES[name]}; {tpu.reason}"
+        remedy = "" if tpu.available else "The tests run it on this CPU: see tests.emulated."
+        modes[name] = Finding(tpu.available, None, reason, remedy)
+    return {f"execution.{name}": finding for name, finding in modes.items()}
 
 
 def runnable_tiers(found: Mapping[str, Finding]) -> dict[str, Finding]:
@@ -310,6 +303,8 @@ def runnable_tiers(found: Mapping[str, Finding]) -> dict[str, Finding]:
         missing = [name for name in needs if not found[name].available]
         reason = f"{_list(missing)} not available" if missing else f"needs {', '.join(needs)}"
         remedy = " ".join(dict.fromkeys(found[name].remedy for name in missing))
+        if tier == "emulated" and not missing and not found["emulator"].available:
+            reason += "; fetches the emulator first, from the package index"
         tiers[f"tests.{tier}"] = Finding(not missing, None, reason, remedy)
     return tiers
 

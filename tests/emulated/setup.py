@@ -17,7 +17,7 @@ from pathlib import Path
 WHEEL = "xla-cpu-pjrt==0.0.1"
 WHEEL_SHA256 = "55837b6b7b47daa717f2d9a5a03563ea0ceaa338d06a81a1e2d3f060d960decc"
 SHIM_SOURCE = Path(__file__).with_name("shim.c")
-_PLUGIN = Path("xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so")
+PLUGIN = Path("xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so")
 _HEADERS = Path("xla_plugins/xla_cpu_pjrt/include")
 
 
@@ -56,7 +56,7 @@ def prepare(cache: Path) -> Emulator:
     if compiler is None:
         raise Unavailable("gcc is not installed")
     cache.mkdir(parents=True, exist_ok=True)
-    plugin = cache / _PLUGIN
+    plugin = cache / PLUGIN
     if not plugin.exists():
         _fetch(cache)
     source = SHIM_SOURCE.read_bytes()
@@ -88,7 +88,7 @@ def _fetch(cache: Path) -> None:
     shutil.rmtree(unpacked, ignore_errors=True)
     with zipfile.ZipFile(wheels[0]) as archive:
         archive.extractall(unpacked)
-    top = _PLUGIN.parts[0]
+    top = PLUGIN.parts[0]
     shutil.rmtree(cache / top, ignore_errors=True)
     (unpacked / top).replace(cache / top)
     shutil.rmtree(unpacked)

@@ -5,8 +5,8 @@ unless `total_blocks` says more), an id below b n goes to bucket id / (b n / k) 
 as unsigned, to bucket (id % n) / (n / k) as id / n. With boundaries of its own (`block_positions`), a feature's id
 goes where its upper bound is, less that boundary.
 
-Values lie bucket after bucket, in a bucket bag after bag, in a bag in their order: one stable sort by bucket, since
-bags are in order already.
+Values lie bucket after bucket, in a bucket bag after bag, in a bag in their order: one sort by bucket and position,
+since bags are in order already.
 
 Legend: F features, S bags of all features, K buckets, N ids (capacity).
 """
@@ -74,7 +74,7 @@ def block_bucketize(
     place_N = offsets_range(offsets, num_ids)
     from_N = jnp.arange(num_ids, dtype=jnp.int32)
     sorted_bucket_N, from_N, new_ids_N, place_N, bag_N = lax.sort(
-        (bucket_N, from_N, new_ids_N, place_N, bag_N), num_keys=1, is_stable=True
+        (bucket_N, from_N, new_ids_N, place_N, bag_N), num_keys=2, is_stable=False
     )
     filled_N = sorted_bucket_N < num_buckets
     target_N = jnp.where(filled_N, sorted_bucket_N * num_bags + bag_N, num_buckets * num_bags)

@@ -17,6 +17,7 @@ from torchrec import (
     KeyedJaggedTensor,
     KeyedTensor,
 )
+from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.sparse.jagged_tensor import permute_multi_embedding, regroup_kts
 
 from tests.emulated.runtime import Kind, record, recorded
@@ -259,6 +260,65 @@ def test_keyed_jagged_tensor_methods(method, kind):
                 assert_same(getattr(mine, name)(), getattr(other, name)())
         else:
             assert_same_kjt(mine, other)
+
+
+def _variable_stride(device):
+    return KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.arange(7, device=device),
+        lengths=torch.tensor([2, 1, 0, 1, 3], device=device),
+        weights=torch.arange(7.0, device=device),
+        stride_per_key_per_rank=[[2], [3]],
+    )
+
+
+def _received(device):
+    """What two ranks sent, in the order of an all-to-all: rank by rank."""
+    tensors = [torch.tensor([1, 1, 0, 2, 1, 0, 1, 0], device=device), torch.arange(6, device=device)]
+    recat = torch.tensor([0, 2, 1, 3], dtype=torch.int32, device=device)
+    return KeyedJaggedTensor.dist_init(["a", "b"], tensors, False, 2, recat, [2, 2])
+
+
+def _bucketized(kjt, device):
+    sizes = torch.tensor([5, 4], device=device)
+    result, permute = bucketize_kjt_before_all2all(kjt, 2, sizes, output_permute=True, bucketize_pos=True)
+    return [result.values(), result.lengths(), result.weights(), permute]
+
+
+DISTRIBUTED = {
+    "permute, a stride per key": lambda device: _tensors_of(_variable_stride(device).permute([1, 0])),
+    "split, a stride per key": lambda device: [
+        tensor for part in _variable_stride(device).split([1, 1]) for tensor in _tensors_of(part)
+    ],
+    "dist_init": lambda device: _tensors_of(_received(device)),
+    "bucketize": lambda device: _bucketized(_received(device), device),
+    "bucketize, a stride per key": lambda device: _bucketized(_variable_stride(device), device),
+    "from_dense": lambda device: JaggedTensor.from_dense(
+        [torch.ones(2, device=device), torch.ones(3, device=device)]
+    ).to_dense(),
+}
+
+
+def _tensors_of(kjt):
+    return [tensor for tensor in (kjt.values(), kjt.lengths(), kjt.weights_or_none()) if tensor is not None]
+
+
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_what_sharded_modules_do_to_jagged_tensors(name):
+    for mine, other in zip(DISTRIBUTED[name]("tpu"), DISTRIBUTED[name]("cpu"), strict=True):
+        assert_same(mine, other)
+
+
+def test_lengths_that_lie_and_strided_tensors():
+    """Case 10's kind on a device: nothing is read behind the values; views need no copy by the caller."""
+    offsets = torch.tensor([0, 2, 9], device="tpu")
+    dense = fbgemm.jagged_to_padded_dense(torch.arange(4.0, device="tpu").view(4, 1), [offsets], [3], -1.0)
+    assert dense.flatten().tolist() == [0, 1, -1, 2, 3, -1]
+    order, lengths = torch.tensor([2, 0, 1], dtype=torch.int32), torch.tensor([[1, 2, 0], [0, 1, 3]])
+    expected = fbgemm.permute_2D_sparse_data(order, lengths.t(), torch.arange(14)[::2])
+    actual = fbgemm.permute_2D_sparse_data(moved(order), moved(lengths).t(), moved(torch.arange(14))[::2], None, 7)
+    for mine, other in zip(actual[:2], expected[:2], strict=True):
+        assert_same(mine, other)
 
 
 def test_keyed_jagged_tensor_without_examples():

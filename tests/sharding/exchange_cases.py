@@ -11,7 +11,15 @@ from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.types import DataType
 
-from tpurec.embeddings import SGD, Adagrad, FusedEmbeddingBagCollection, RowWiseAdagrad, fused_collections
+from tpurec.embeddings import (
+    SGD,
+    Adagrad,
+    Adam,
+    FusedEmbeddingBagCollection,
+    RowWiseAdagrad,
+    RowWiseAdam,
+    fused_collections,
+)
 from tpurec.embeddings.fuse import fused_optimizer_state_dict
 from tpurec.features.packing import Ladder, PackedBatch, PackedFeature
 from tpurec.sharding.assumptions import Assumptions
@@ -28,6 +36,12 @@ OPTIMIZERS = {
     "sgd_decay": SGD(lr=0.1, weight_decay=0.01),
     "adagrad_decay": Adagrad(lr=0.1, weight_decay=0.01),
     "rowwise_decay": RowWiseAdagrad(lr=0.1, weight_decay=0.01),
+    "adam": Adam(lr=0.05),
+    "adamw": Adam(lr=0.05, weight_decay=0.01, decoupled_weight_decay=True),
+    "rowwise_adam": RowWiseAdam(lr=0.05, weight_decay=0.01),
+    "clipped_rowwise": RowWiseAdagrad(lr=0.1, weight_decay=0.01, max_gradient_norm=0.003),
+    "clipped_sgd": SGD(lr=0.1, max_gradient_norm=0.003),
+    "clipped_rowwise_adam": RowWiseAdam(lr=0.05, weight_decay=0.01, max_gradient_norm=0.003),
 }
 
 
@@ -278,7 +292,10 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     for piece in checkpoint_pieces(model):
         whole = found.setdefault(piece.name, torch.zeros(piece.global_shape, dtype=torch.float64))
         count = written.setdefault(piece.name, torch.zeros(piece.global_shape, dtype=torch.float64))
-        if piece.writes and len(piece.tensor):
+        if piece.writes and not piece.global_shape:
+            whole.copy_(piece.tensor)
+            count += 1
+        elif piece.writes and len(piece.tensor):
             last = piece.row_start + (len(piece.tensor) - 1) * piece.row_step
             rows = slice(piece.row_start, last + 1, piece.row_step)
             columns = (slice(*piece.columns),) if piece.columns else ()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.sharding.exchange_cases import Case, Table, sharded, unsharded
+from tests.sharding.exchange_cases import OPTIMIZERS, Case, Table, sharded, unsharded
 from tests.sharding.world import World
 
 pytestmark = pytest.mark.multiprocess
@@ -90,7 +90,7 @@ MIXTURE = tuple(
 )
 
 
-@pytest.mark.parametrize("optimizer", ("sgd", "adagrad", "rowwise_adagrad", "rowwise_decay", "adagrad_decay"))
+@pytest.mark.parametrize("optimizer", tuple(OPTIMIZERS))
 def test_a_mixture_of_all_shardings_equals_the_unsharded_run(world: World, optimizer: str) -> None:
     answers = compare(world, Case(MIXTURE, optimizer, weighted=True, double=True), 1e-10)
     assert answers[0]["stats"]["collectives_per_step"] <= 6

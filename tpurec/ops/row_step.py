@@ -95,7 +95,15 @@ class RowStep:
             count = " and the step count, int32 []" if self.counts_steps else ""
             raise ValueError(f"state: {found}; on the CPU {expected or 'none'}{count} is expected for {self.optimizer}")
 
-    def apply(self, table: Tensor, state: list[Tensor], rows: Tensor, grad_rows: Tensor, lr: Tensor) -> None:
+    def apply(
+        self,
+        table: Tensor,
+        state: list[Tensor],
+        rows: Tensor,
+        grad_rows: Tensor,
+        lr: Tensor,
+        mean_squares: Tensor | None = None,
+    ) -> None:
         """One step on some rows, in place.
 
         Args:
@@ -104,6 +112,8 @@ class RowStep:
             rows: int64 `[block]`, unique.
             grad_rows: `[block, dim]` float32 or float64, duplicates combined; may be overwritten.
             lr: learning rate, scalar.
+            mean_squares: `[block]`, for accumulators per row: of the gradients after clipping and weight decay; by
+                default those of `grad_rows`, which may be some columns of longer rows.
         """
         values = table.index_select(0, rows).to(grad_rows.dtype)
         if self.max_norm:
@@ -116,11 +126,11 @@ class RowStep:
         if self.optimizer == "sgd":
             values.sub_(grad_rows.mul_(lr))
         elif self.optimizer in MOMENT_OPTIMIZERS:
-            self._moments(state, rows, values, grad_rows, lr)
+            self._moments(state, rows, values, grad_rows, lr, mean_squares)
         else:
             sums = state[0].index_select(0, rows)
             if self.optimizer == "rowwise_adagrad":
-                sums.add_(_mean_squares(grad_rows))
+                sums.add_(_mean_squares(grad_rows) if mean_squares is None else mean_squares)
                 values.addcmul_(grad_rows, (-lr / (sums.sqrt() + self.eps))[:, None].to(values.dtype))
             else:
                 sums.addcmul_(grad_rows, grad_rows)
@@ -128,12 +138,20 @@ class RowStep:
             state[0].index_copy_(0, rows, sums)
         table.index_copy_(0, rows, self._rounded(values, rows, state, table.dtype))
 
-    def _moments(self, state: list[Tensor], rows: Tensor, values: Tensor, grad_rows: Tensor, lr: Tensor) -> None:
+    def _moments(
+        self,
+        state: list[Tensor],
+        rows: Tensor,
+        values: Tensor,
+        grad_rows: Tensor,
+        lr: Tensor,
+        mean_squares: Tensor | None,
+    ) -> None:
         step = int(state[-1])
         first = state[0].index_select(0, rows).mul_(self.beta1).add_(grad_rows, alpha=1 - self.beta1)
         second = state[1].index_select(0, rows).mul_(self.beta2)
         if self.optimizer == "rowwise_adam":
-            second.add_(_mean_squares(grad_rows), alpha=1 - self.beta2)
+            second.add_(_mean_squares(grad_rows) if mean_squares is None else mean_squares, alpha=1 - self.beta2)
         else:
             second.addcmul_(grad_rows, grad_rows, value=1 - self.beta2)
         state[0].index_copy_(0, rows, first)

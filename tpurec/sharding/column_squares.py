@@ -1,8 +1,11 @@
-"""Row-wise Adagrad on tables whose columns are spread over ranks: one accumulator a row, so one sum over all columns.
+"""Optimizers that need whole rows, on tables whose columns are spread over ranks: accumulators per row, and clipping.
 
 Every owner of a column shard gets the same ids, so the distinct rows of a table are the same, in the same order, on all
 of its owners. Each adds the squares of its columns into the table's *area* of one array; the array is summed over the
 ranks in one all-reduce; then every owner takes the same step of the accumulator. Shapes depend on rungs only.
+
+With clipping and L2 decay a row's gradient becomes `s g + d w`, where s depends on |g|; its square is
+`s^2 g.g + 2 s d g.w + d^2 w.w`, so three sums are enough.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tpurec.ops.row_step import RowStep
 from tpurec.sharding.placement import ShardedTable, Stack
 from tpurec.sharding.storage import StackStorage
 
@@ -25,7 +29,7 @@ class RowGradients:
 
     Args:
         rows: int64 `[num_ids]`, storage rows; the stack's spare row where there is none.
-        gradients: `[num_ids, width]`, 0 where there is none.
+        gradients: `[num_ids, width]`, 0 where there is none; before clipping and weight decay.
         places: int64 `[num_ids]`, where each row's sum of squares is in the array; the last place where there is none.
         dims: `[num_ids]`, columns of each row's whole table.
     """
@@ -69,6 +73,14 @@ class ColumnSquares:
         owned = sorted(owned) + [(_NO_ROW, 0)] * (max(per_rank) - len(owned))
         self._first_rows = torch.tensor([first for first, _ in owned], dtype=torch.int64, device=device)
         self._tables = torch.tensor([table for _, table in owned], dtype=torch.int64, device=device)
+        self._rule = RowStep(
+            stack.optimizer.kind,
+            stack.optimizer.eps,
+            stack.optimizer.weight_decay,
+            *(stack.optimizer.arguments()[key] for key in ("beta1", "beta2", "decoupled_weight_decay")),
+            max_norm=0.0,  # clipped here, by the norm of whole rows
+            rounding_seed=stack.optimizer.arguments()["rounding_seed"],
+        )
         dims = torch.tensor([tables[number].config.embedding_dim for number in area_tables], device=device)
         self._dims = dims[self._tables].to(storage.compute_dtype)
 
@@ -83,7 +95,7 @@ class ColumnSquares:
             weights: `[num_ids]` or None.
             grad: `[num_bags, width]`.
             areas: int64 `[num_areas]`, where each begins.
-            squares: `[all areas + 1]`, added to; the last takes what is padding.
+            squares: `[all areas + 1, num_sums(stacks)]`, added to; the last line takes what is padding.
 
         Returns:
             The rows and their gradients, for `step`.
@@ -102,9 +114,6 @@ class ColumnSquares:
         segment_rows = torch.full_like(ordered, _NO_ROW).index_copy_(0, segment, ordered)
         is_row = (segment_rows >= 0) & (segment_rows < _NO_ROW)
         targets = torch.where(is_row, segment_rows, stack.num_rows - 1)
-        if stack.optimizer.weight_decay:
-            values = self._storage.all_rows().index_select(0, targets).to(combined.dtype)
-            combined = combined + stack.optimizer.weight_decay * values
         combined = torch.where(is_row[:, None], combined, 0)
         place = (torch.searchsorted(self._first_rows, segment_rows, right=True) - 1).clamp(min=0)
         first_segment = torch.searchsorted(segment_rows, self._first_rows)
@@ -112,7 +121,11 @@ class ColumnSquares:
         area = areas.index_select(0, self._tables)
         places = area.index_select(0, place) + numbers - first_segment.index_select(0, place)
         places = torch.where(is_row, places, squares.shape[0] - 1)
-        squares.index_add_(0, places, combined.square().sum(1).to(squares.dtype))
+        sums = [combined.square().sum(1)]
+        if squares.shape[1] > 1:
+            values = self._storage.all_rows().index_select(0, targets).to(combined.dtype)
+            sums += [(combined * values).sum(1), values.square().sum(1)]
+        squares.index_add_(0, places, torch.stack(sums, dim=1).to(squares.dtype))
         return RowGradients(targets, combined, places, self._dims.index_select(0, place))
 
     def step(self, found: RowGradients, squares: Tensor, lr: Tensor) -> None:
@@ -123,12 +136,34 @@ class ColumnSquares:
             squares: summed over all ranks.
             lr: scalar.
         """
-        table, sums = self._storage.all_rows(), self._storage.all_accumulators()
-        added = squares.index_select(0, found.places).to(sums.dtype) / found.dims
-        is_row = found.rows < self._stack.num_rows - 1
-        stepped = sums.index_select(0, found.rows) + torch.where(is_row, added, 0)
-        scale = (-lr / (stepped.sqrt() + self._stack.optimizer.eps)).to(found.gradients.dtype)
-        values = table.index_select(0, found.rows).to(found.gradients.dtype)
-        values = torch.addcmul(values, found.gradients, scale[:, None])
-        sums.index_copy_(0, found.rows, stepped)
-        table.index_copy_(0, found.rows, values.to(table.dtype))
+        optimizer, gradients = self._stack.optimizer, found.gradients
+        total = squares.index_select(0, found.places).to(gradients.dtype)
+        square = total[:, 0]
+        scale = torch.ones_like(square)
+        if optimizer.max_gradient_norm is not None:
+            scale = optimizer.max_gradient_norm / square.sqrt().clamp(min=optimizer.max_gradient_norm)
+            gradients, square = gradients * scale[:, None], square * scale.square()
+        if total.shape[1] > 1 and optimizer.weight_decay and not optimizer.decoupled_weight_decay:
+            decay = optimizer.weight_decay
+            square = square + 2 * decay * scale * total[:, 1] + decay**2 * total[:, 2]
+        # The spare row must not grow without end.
+        mean = torch.where(found.rows < self._stack.num_rows - 1, square / found.dims, 0)
+        if self._rule.counts_steps:
+            self._storage.state[-1].add_(1)
+        mean = mean.to(self._storage.compute_dtype)
+        self._rule.apply(self._storage.all_rows(), self._storage.state, found.rows, gradients, lr, mean)
+
+
+def num_sums(stacks: Sequence[Stack]) -> int:
+    """How many sums a row needs.
+
+    Args:
+        stacks: all of the model.
+
+    Returns:
+        3 if a stack of column shards has L2 weight decay, else 1.
+    """
+    decayed = (
+        stack.optimizer.weight_decay and not stack.optimizer.decoupled_weight_decay for stack in stacks if stack.squares
+    )
+    return 3 if any(decayed) else 1

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpurec.errors import TpurecError
+from tpurec.errors import ConfigError, TpurecError
 from tpurec.ops import embedding_bag, embedding_update_
 from tpurec.sharding.arrange import Answers, Arrangement
-from tpurec.sharding.column_squares import ColumnSquares
+from tpurec.sharding.column_squares import ColumnSquares, num_sums
 from tpurec.sharding.placement import ShardedTable, Stack
 from tpurec.sharding.routed import DeviceRoute, RoutedFeatures
 from tpurec.sharding.storage import StackStorage
@@ -65,6 +65,12 @@ class Exchange:
         self._answers = [Answers(stack, wire.num_ranks, device) for stack in stacks]
         self._arrangement = Arrangement(stacks, output_widths)
         self.area_tables = sorted({place.table for stack in stacks if stack.squares for place in stack.places})
+        if self.area_tables and device.type == "tpu":
+            raise ConfigError(
+                f"table {tables[self.area_tables[0]].config.name!r}: column shards with accumulators per row, or with "
+                "clipping, take their steps on the CPU only.",
+                "Plan it table_wise or row_wise, or use Adagrad or SGD.",
+            )
         self._squares = {
             number: ColumnSquares(stack, self.storages[number], tables, self.area_tables, wire.rank, wire.num_ranks)
             for number, stack in enumerate(stacks)
@@ -180,10 +186,8 @@ class Exchange:
                 remote.append(lines[:num_rows].view(ranks, -1))
                 if stack.num_replicated and not stack.frozen:
                     storage.replicated_gradients.index_add_(0, route.replicated_targets, lines[num_rows:])
-                    if stack.optimizer.weight_decay:
-                        storage.replicated_uses.index_add_(
-                            0, route.replicated_targets, lines.new_ones(len(lines) - num_rows)
-                        )
+                    ones = lines.new_ones(lines.shape[0] - num_rows)
+                    storage.replicated_uses.index_add_(0, route.replicated_targets, ones)
                     self._unreduced = True
             if bags is not None:
                 spread = self._answers[number].spread(_scaled(bags, route.bag_scales))
@@ -192,7 +196,7 @@ class Exchange:
         self._update(features, requests, received)
 
     def _update(self, features: RoutedFeatures, requests: list[_Request], received: Tensor) -> None:
-        squares = received.new_zeros(features.squares_size + 1, dtype=self.compute_dtype)
+        squares = received.new_zeros(features.squares_size + 1, num_sums(self.stacks), dtype=self.compute_dtype)
         waiting, at = {}, 0
         for number, (stack, storage, route) in enumerate(zip(self.stacks, self.storages, features.routes, strict=True)):
             num_rows, num_bags = route.sizes.rows * stack.width, stack.num_answers * features.padded_size * stack.width
@@ -208,18 +212,26 @@ class Exchange:
                 found = self._squares[number].combine(rows, offsets, weights, grad, features.areas, squares)
                 waiting[number] = found
             else:
-                self._step(number, grad, rows, offsets, weights)
+                self._step(number, storage.state, grad, rows, offsets, weights)
         if self._squares:
             self.wire.all_reduce("squares", squares)
             for number, found in waiting.items():
                 lr = self.learning_rates[self.stacks[number].collection]
                 self._squares[number].step(found, squares, lr)
 
-    def _step(self, number: int, grad: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
+    def _step(
+        self,
+        number: int,
+        state: list[Tensor],
+        grad: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+    ) -> None:
         stack, storage, optimizer = self.stacks[number], self.storages[number], self.stacks[number].optimizer
         embedding_update_(
             storage.parts,
-            storage.state,
+            state,
             grad,
             rows,
             offsets,
@@ -232,6 +244,7 @@ class Exchange:
             [0],
             stack.num_rows,
             stack.width,
+            **optimizer.arguments(),
         )
 
     def replicated_gradients(self) -> list[Tensor]:
@@ -239,8 +252,7 @@ class Exchange:
         found = []
         for stack, storage in zip(self.stacks, self.storages, strict=True):
             if stack.num_replicated and not stack.frozen:
-                found.append(storage.replicated_gradients)
-                found += [storage.replicated_uses] if stack.optimizer.weight_decay else []
+                found += [storage.replicated_gradients, storage.replicated_uses]
         return found
 
     def step_replicated(self) -> None:
@@ -249,12 +261,11 @@ class Exchange:
             if stack.num_replicated and not stack.frozen:
                 count, gradients = stack.num_replicated, storage.replicated_gradients
                 numbers = torch.arange(count + 1, dtype=torch.int32, device=self.device)
-                rows = numbers[:count]
-                if stack.optimizer.weight_decay:  # rows that no rank touched must not decay
-                    rows = torch.where(storage.replicated_uses[:count] > 0, rows, -1)
-                    storage.replicated_uses.zero_()
-                self._step(number, gradients[:count], rows, numbers, None)
+                # A row that no rank touched takes no step: weight decay and moments would move it.
+                rows = torch.where(storage.replicated_uses[:count] > 0, numbers[:count], -1)
+                self._step(number, storage.replicated_state, gradients[:count], rows, numbers, None)
                 gradients.zero_()
+                storage.replicated_uses.zero_()
         self._unreduced = False
 
 

@@ -39,7 +39,10 @@ def load_initial_values(
         whole = {f"embedding_bags.{name}.weight": bag.weight for name, bag in collection.embedding_bags.items()}
         whole |= collection.optimizer_state_dict()
         for piece in [*sharded.weight_pieces(), *sharded.state_pieces()]:
-            _copy(piece, 0, whole[piece.name].detach())
+            if piece.tensor.dim():
+                _copy(piece, 0, whole[piece.name].detach())
+            else:
+                piece.tensor.copy_(whole[piece.name])
 
 
 def _draw(

@@ -18,9 +18,10 @@ from tpurec.errors import ConfigError
 from tpurec.sharding.exchange import Exchange
 from tpurec.sharding.initial_values import load_initial_values
 from tpurec.sharding.pieces import TensorPiece, piece_of_shard, pieces_of
-from tpurec.sharding.placement import make_stacks, tables_of
+from tpurec.sharding.placement import Place, make_stacks, tables_of
 from tpurec.sharding.plan import Plan
 from tpurec.sharding.routed import RoutedBatch, RoutedFeatures
+from tpurec.sharding.storage import StackStorage
 from tpurec.sharding.wire import Wire
 
 
@@ -130,29 +131,42 @@ class ShardedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Returns:
             Pieces named `embedding_bags.NAME.weight`, views; at least one for every table.
         """
-        return list(self._pieces(weights=True))
+        found = []
+        for storage, place, config in self._places():
+            name, shape = f"embedding_bags.{config.name}.weight", (config.num_embeddings, config.embedding_dim)
+            tensor = storage.weight(place, self._rank, config.num_embeddings)
+            found.append(piece_of_shard(name, place.shard, self._rank, shape, tensor))
+        return found
 
     def state_pieces(self) -> list[TensorPiece]:
         """This rank's optimizer state.
 
         Returns:
-            Pieces named `embedding_bags.NAME.sum`, views; at least one for every table, none for SGD.
+            Pieces named `embedding_bags.NAME.STATE`, such as `sum`, views; at least one of each for every table, none
+            for SGD. The number of updates, `step`, is whole on every rank.
         """
-        return list(self._pieces(weights=False)) if self._optimizer.state_name else []
+        found = []
+        for storage, place, config in self._places():
+            shape = (config.num_embeddings, config.embedding_dim)
+            for state, tensor in storage.states(place, self._rank, config.num_embeddings).items():
+                name = f"embedding_bags.{config.name}.{state}"
+                if tensor.dim():
+                    found.append(piece_of_shard(name, place.shard, self._rank, shape[: tensor.dim()], tensor))
+                elif place.shard.columns[0] == 0:
+                    writes = self._rank == place.shard.ranks[0]
+                    found.append(TensorPiece(name, (), 0, 1, None, tensor, writes))
+        return found
 
-    def _pieces(self, weights: bool) -> Iterator[TensorPiece]:
+    @property
+    def _rank(self) -> int:
+        return self._exchange.wire.rank
+
+    def _places(self) -> Iterator[tuple[StackStorage, Place, EmbeddingBagConfig]]:
         exchange = self._exchange
         for stack, storage in zip(exchange.stacks, exchange.storages, strict=True):
-            if stack.collection != self._number:
-                continue
-            for place in stack.places:
-                config, rank = exchange.tables[place.table].config, exchange.wire.rank
-                held = storage.weight if weights else storage.accumulator
-                tensor = held(place, rank, config.num_embeddings)
-                shape: tuple[int, ...] = (config.num_embeddings, config.embedding_dim)
-                leaf = "weight" if weights else self._optimizer.state_name
-                name = f"embedding_bags.{config.name}.{leaf}"
-                yield piece_of_shard(name, place.shard, rank, shape[: tensor.dim()], tensor)
+            if stack.collection == self._number:
+                for place in stack.places:
+                    yield storage, place, exchange.tables[place.table].config
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbeddingBagCollection:
         probe = fn(torch.empty(0, device=self.device))
@@ -199,6 +213,12 @@ def shard(
         >>> router, reducer = BatchRouter(model), dense_gradient_reducer(model)
     """
     fused = list(fused_collections(model))
+    for path, collection in fused:
+        if not isinstance(collection, FusedEmbeddingBagCollection):
+            raise ConfigError(
+                f"{path or type(collection).__name__}: sequence collections are not sharded.",
+                "Train the model with one worker, or pool the feature.",
+            )
     if not fused:
         raise ConfigError(f"{type(model).__name__} contains no FusedEmbeddingBagCollection to shard.", "Fuse it first.")
     for path, collection in fused:

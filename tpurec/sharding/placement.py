@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torchrec import EmbeddingBagConfig
 
-from tpurec.embeddings.optimizers import SGD, EmbeddingOptimizer
+from tpurec.embeddings.optimizers import EmbeddingOptimizer
 from tpurec.embeddings.stack import pooling_of
 from tpurec.errors import ConfigError
 from tpurec.sharding.plan import PlacedTable, Plan, Shard
@@ -87,8 +87,8 @@ class Stack:
         optimizer: its kind of state and its hyper-parameters.
         collection: the collection that it belongs to, whose learning rate it takes.
         frozen: whether its rows never change.
-        squares: whether its rows are columns of longer rows that have one accumulator, so that a step needs the sum of
-            squares of all column shards.
+        squares: whether its rows are columns of longer rows whose steps need a sum over all columns: for accumulators
+            per row, or to clip gradients.
         num_rows: rows on every rank, those of its fullest one.
         places: the shards in it.
         bag_slots: lookups that owners pool, by output column.
@@ -173,12 +173,7 @@ def make_stacks(
     groups: dict[tuple, list[tuple[int, Shard]]] = {}
     for number, table in enumerate(tables):
         optimizer = optimizers[table.collection]
-        if optimizer.counts_steps or optimizer.arguments() != SGD(lr=0.0).arguments():
-            raise ConfigError(
-                f"table {table.config.name!r}: {optimizer} cannot train tables that are spread over workers.",
-                "Use SGD, Adagrad or RowWiseAdagrad with L2 weight decay and without clipping or stochastic rounding.",
-            )
-        squares = len(table.placed.shards) > 1 and optimizer.kind == "rowwise_adagrad" and not table.frozen
+        squares = len(table.placed.shards) > 1 and _needs_whole_rows(optimizer) and not table.frozen
         for shard in table.placed.shards:
             width = shard.columns[1] - shard.columns[0]
             key = (width, table.dtype, table.collection, table.frozen, squares)
@@ -211,6 +206,11 @@ def make_stacks(
             )
         )
     return tuple(stacks)
+
+
+def _needs_whole_rows(optimizer: EmbeddingOptimizer) -> bool:
+    """Whether a step of some columns of a row depends on its other columns."""
+    return optimizer.max_gradient_norm is not None or any(kind == "row" for _, kind in optimizer.states)
 
 
 def _laid_out(

@@ -24,14 +24,20 @@ class StackStorage:
         layout = layout_for(device, stack.num_rows, stack.width, stack.dtype, what)
         self._layout = layout
         self.parts = [layout.allocate(device)]
-        self._state_layout = None
-        if stack.optimizer.kind == "adagrad":
-            self._state_layout = layout_for(device, stack.num_rows, stack.width, self.compute_dtype, what)
-        elif stack.optimizer.kind == "rowwise_adagrad":
-            self._state_layout = OnePerRow(stack.num_rows, self.compute_dtype, packed=device.type == "tpu")
-        self.state = [] if self._state_layout is None else [self._state_layout.allocate(device)]
-        for tensor in self.state:
+        self._state_layouts = [
+            layout_for(device, stack.num_rows, stack.width, self.compute_dtype, what)
+            if kind == "element"
+            else OnePerRow(stack.num_rows, self.compute_dtype, packed=device.type == "tpu")
+            for _, kind in stack.optimizer.states
+        ]
+        # As the ops take it: the accumulators, then the number of updates if the optimizer counts them. Replicated rows
+        # take steps of their own, and count those.
+        accumulators = [layout.allocate(device) for layout in self._state_layouts]
+        for tensor in accumulators:
             tensor.fill_(stack.optimizer.initial_accumulator)
+        counts = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(2) if stack.optimizer.counts_steps]
+        self.state = [*accumulators, *counts[:1]]
+        self.replicated_state = [*accumulators, *counts[1:]]
         # What the replicated rows get, summed over ranks before they take their step; the last line takes padding.
         num_lines = stack.num_replicated + 1 if stack.num_replicated else 0
         self.replicated_gradients = torch.zeros(num_lines, stack.width, dtype=self.compute_dtype, device=device)
@@ -51,8 +57,8 @@ class StackStorage:
         """
         return self._layout.rows(self.parts[0], *_rows(place, rank, num_embeddings))
 
-    def accumulator(self, place: Place, rank: int, num_embeddings: int) -> Tensor | None:
-        """The optimizer state of those rows, as a view.
+    def states(self, place: Place, rank: int, num_embeddings: int) -> dict[str, Tensor]:
+        """The optimizer state of those rows, as views.
 
         Args:
             place: of the stack.
@@ -60,19 +66,17 @@ class StackStorage:
             num_embeddings: rows of the whole table.
 
         Returns:
-            `[rows held, width]` or `[rows held]`; None for SGD.
+            For each of the optimizer's `state_names`: `[rows held, width]`, `[rows held]`, or `[]` for the number of
+            updates.
         """
-        if self._state_layout is None:
-            return None
-        return self._state_layout.rows(self.state[0], *_rows(place, rank, num_embeddings))
+        start, stop = _rows(place, rank, num_embeddings)
+        state = self.replicated_state if place.exchange == "local" else self.state
+        views = [layout.rows(one, start, stop) for layout, one in zip(self._state_layouts, state, strict=False)]
+        return dict(zip(self.stack.optimizer.state_names, [*views, *state[len(views) :]], strict=True))
 
     def all_rows(self) -> Tensor:
         """All rows, as a view `[num_rows, width]`."""
         return self._layout.rows(self.parts[0], 0, self.stack.num_rows)
-
-    def all_accumulators(self) -> Tensor:
-        """All optimizer state, as a view `[num_rows, width]` or `[num_rows]`."""
-        return self._state_layout.rows(self.state[0], 0, self.stack.num_rows)
 
 
 def _rows(place: Place, rank: int, num_embeddings: int) -> tuple[int, int]:

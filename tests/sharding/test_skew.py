@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.sharding.problems import table
-from tpurec.sharding.skew import exponent_of, fullest_pair, hottest_share, unique_rows
+from tpurec.sharding.skew import draw_rows, exponent_of, fullest_pair, hottest_share, unique_rows
 
 
 def zipf_ids(rng, rows, exponent, count):
@@ -80,3 +80,15 @@ def test_padding_grows_as_measured_with_the_ranks():
 def test_no_padding_without_ids_or_with_one_rank():
     assert fullest_pair(0.0, 64) == 0.0
     assert fullest_pair(7.0, 1) == 7.0
+
+
+@pytest.mark.parametrize("rows", [1, 10, 5000, 40_000_000])
+@pytest.mark.parametrize("exponent", [0.0, 1.05])
+def test_drawn_rows_follow_the_law(rows, exponent):
+    rng = np.random.default_rng(2)
+    drawn = [draw_rows(rows, exponent, 20_000, rng) for _ in range(10)]
+    assert all(0 <= ids.min() and ids.max() < rows for ids in drawn)
+    distinct = np.mean([len(np.unique(ids)) for ids in drawn])
+    assert distinct == pytest.approx(unique_rows(rows, exponent, 20_000), rel=0.015)
+    hottest = np.mean([np.mean(ids == 0) for ids in drawn])
+    assert hottest == pytest.approx(hottest_share(rows, exponent), rel=0.1, abs=0.01)

@@ -45,7 +45,7 @@ def measure(tables: Sequence[TableSpec], data: str | Path, sample_rows: int = SA
                     f"table {table.name!r}: feature {feature.name!r} is not in {data}.",
                     f"Its sparse features: {', '.join(known)}.",
                 )
-    columns = _sample(schema, Path(data), sample_rows)
+    columns = sample(schema, Path(data), sample_rows)
     return tuple(_measured(table, columns) for table in tables)
 
 
@@ -63,7 +63,20 @@ def _measured(table: TableSpec, columns: Columns) -> TableSpec:
     return dataclasses.replace(table, features=features, unique_share=share, unique_share_ids=len(ids))
 
 
-def _sample(schema: Schema, path: Path, sample_rows: int) -> Columns:
+def sample(schema: Schema, path: Path, sample_rows: int) -> Columns:
+    """Read and transform rows of a data set, without labels.
+
+    Args:
+        schema: of the data; ids that its policy would refuse are skipped.
+        path: training Parquet: a file, or a folder.
+        sample_rows: examples to read; they come from row groups spread evenly over the files.
+
+    Returns:
+        At most about `sample_rows` examples.
+
+    Raises:
+        DataError: there are no rows.
+    """
     import pyarrow.parquet as pq
 
     from tpurec.features.columns import Columns

@@ -87,7 +87,7 @@ def test_no_padding_without_ids_or_with_one_rank():
 def test_drawn_rows_follow_the_law(rows, exponent):
     rng = np.random.default_rng(2)
     drawn = [draw_rows(rows, exponent, 20_000, rng) for _ in range(10)]
-    assert all(0 <= ids.min() and ids.max() < rows for ids in drawn)
+    assert all(ids.min() >= 0 and ids.max() < rows for ids in drawn)
     distinct = np.mean([len(np.unique(ids)) for ids in drawn])
     assert distinct == pytest.approx(unique_rows(rows, exponent, 20_000), rel=0.015)
     hottest = np.mean([np.mean(ids == 0) for ids in drawn])

@@ -118,6 +118,19 @@ def test_one_worker_gives_the_bits_of_no_workers(clicks, alone, tmp_path):
     check_same(run, {key: value for key, value in result.items() if key in alone[1]}, alone)
 
 
+def test_batches_that_three_workers_cannot_share_evenly_and_an_early_stop_end_as_in_one_process(clicks, tmp_path):
+    """The workers stop at one step, with a batch routed and ids on their way; a thread writes the checkpoints."""
+    odd = ("train.batch_size=100", "train.eval_batch_size=77", "train.evaluate_every_steps=3", "train.patience=1")
+    asynchronous, rate = "checkpoint.asynchronous=true", "train.learning_rate=0.3"
+    runs = []
+    for workers in (0, 3):
+        run = Run(tmp_path / f"run{workers}")
+        recipe = recipe_for(tmp_path / "recipe.toml", clicks, workers, *odd, asynchronous, rate)
+        runs.append((run, train(run, recipe)))
+    assert runs[0][1]["stopped_early"] and runs[0][1]["steps"] < 90
+    check_close(*runs[1], runs[0], 1e-2)
+
+
 def kill_one_worker(run: Run, killed: list[int]) -> None:
     while not list_checkpoints(run.checkpoints):
         time.sleep(0.002)

@@ -196,6 +196,21 @@ def refused(rank: int, case: Case) -> dict[str, str]:
     return said
 
 
+def one_bad_rank(rank: int, case: Case) -> list[str]:
+    """Rank 1 gets an id that is no row; then all get a good batch."""
+    num_ranks = dist.get_world_size()
+    router = BatchRouter(shard(build(case), plan_of(case, num_ranks)))
+    said = []
+    for bad in (True, False):
+        ids = torch.tensor([case.tables[0].rows if bad and rank == 1 else 0])
+        try:
+            router.prepare(KeyedJaggedTensor(["f0_0"], ids, lengths=torch.tensor([1])))
+            said.append("nothing")
+        except TpurecError as error:
+            said.append(str(error))
+    return said
+
+
 def forgotten_reduction(rank: int, case: Case) -> str:
     """Two steps without adding up the gradients of data-parallel tables."""
     num_ranks = dist.get_world_size()

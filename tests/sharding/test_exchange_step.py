@@ -110,6 +110,13 @@ def test_what_cannot_be_is_refused_by_name(world: World) -> None:
         assert all(part in said[0][name] for part in parts), (name, said[0][name])
 
 
+def test_a_bad_id_of_one_rank_stops_all_and_hangs_none(world: World) -> None:
+    answers = world.run(exchange_steps.one_bad_rank, Case((Table(10, 8, "table_wise"),)))
+    assert "id 10" in answers[1][0]
+    assert all("rank 1 refused" in answers[rank][0] for rank in (0, 2))
+    assert [said[1] for said in answers] == ["nothing"] * 3
+
+
 def test_a_forgotten_reduction_is_named(world: World) -> None:
     for answer in world.run(exchange_steps.forgotten_reduction, Case((Table(10, 8, "data_parallel"),))):
         assert "reduce()" in answer

@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from tpurec.embeddings.jagged import TorchBatch, check_sizes, to_torch
+from tpurec.embeddings.jagged import to_torch
 from tpurec.errors import DataError
 from tpurec.features.packing import PackedBatch
+from tpurec.sharding.host_batch import Batch, HostBatch, jagged_of, read_batch, with_empty_features
 from tpurec.sharding.modules import ShardedEmbeddingBagCollection, exchange_of, sharded_collections
 from tpurec.sharding.routed import DeviceRoute, RoutedBatch, RoutedFeatures, StackConstants
-from tpurec.sharding.routing import HostBatch, Sizes, StackRoute, StackRouter, check_ids, rung
+from tpurec.sharding.routing import Sizes, StackRoute, StackRouter, StackRouting, check_ids, rung
 
-Batch = PackedBatch | TorchBatch | KeyedJaggedTensor
+_REFUSED = -1  # in the place of a number of labelled examples
 
 
 class RouterStats:
@@ -137,7 +138,7 @@ class BatchRouter:
             dense, labels, valid = batch.dense, batch.labels, batch.valid
             num_labelled = int(batch.valid.sum())
         if self._exchange is None:
-            features = to_torch(batch).features if isinstance(batch, PackedBatch) else _features_of(batch)
+            features = to_torch(batch).features if isinstance(batch, PackedBatch) else jagged_of(batch)
             return RoutedBatch(dense, features, labels, valid, num_labelled, num_labelled)
         features, total = self.route(batch, num_labelled, range(len(self._features)))
         if dense is not None:
@@ -161,12 +162,19 @@ class BatchRouter:
         exchange, ranks = self._exchange, self._exchange.wire.num_ranks
         needed = {name: self._weighted[number] for number in collections for name in self._features[number]}
         spare = [name for names in self._features for name in names if name not in needed]
-        host = _with_empty(read_batch(batch, needed), spare)
-        check_ids(host, self._routers)
+        try:
+            host = with_empty_features(read_batch(batch, needed), spare)
+            check_ids(host, self._routers)
+        except DataError:
+            self._gather(np.full(self._num_needs, _REFUSED, dtype=np.int64))  # the others wait for this rank
+            raise
         routings = [router.route(host) for router in self._routers]
         areas = self._area_needs(host)
         mine = [num_labelled, host.num_examples, *(need for routing in routings for need in routing.needs), *areas]
         everyone = self._gather(np.array(mine, dtype=np.int64))
+        refused = np.flatnonzero(everyone[:, 0] == _REFUSED)
+        if len(refused):
+            raise DataError(f"rank {refused[0]} refused its part of this batch.", "Its own message says why.")
         most = everyone.max(axis=0)
         num_sizes = 4 * len(routings)
         self._padded_size = max(self._padded_size, int(most[1]))
@@ -187,6 +195,10 @@ class BatchRouter:
         )
         self._count(host, routings, sizes, ranks)
         return features, int(everyone[:, 0].sum())
+
+    @property
+    def _num_needs(self) -> int:
+        return 2 + self._sizes.size + len(self._areas)
 
     def _gather(self, mine: np.ndarray) -> np.ndarray:
         own = torch.from_numpy(mine)
@@ -234,7 +246,7 @@ class BatchRouter:
             local_scales=moved(route.local_scales),
         )
 
-    def _count(self, host: HostBatch, routings: Sequence, sizes: Sequence[Sizes], ranks: int) -> None:
+    def _count(self, host: HostBatch, routings: Sequence[StackRouting], sizes: Sequence[Sizes], ranks: int) -> None:
         stats = self.stats
         stats.batches += 1
         stats._programs.add((tuple(sizes), self._padded_size, tuple(self._areas), host.num_examples))
@@ -248,110 +260,6 @@ class BatchRouter:
             stats.message_elements += message
             stats.vector_elements += lines * router.stack.width
             stats.padding_elements += message - used_message + (lines - used_lines) * router.stack.width
-
-
-def read_batch(batch: Batch, needed: dict[str, bool]) -> HostBatch:
-    """Take the ids of some features out of a batch, without padding and skipped ids.
-
-    Args:
-        batch: this rank's examples.
-        needed: the features, and whether each needs weights.
-
-    Returns:
-        The ids on the host.
-
-    Raises:
-        DataError: a feature or weights that the batch lacks, or parts that do not fit together.
-    """
-    if isinstance(batch, PackedBatch):
-        return _read_packed(batch, needed)
-    return _read_jagged(_features_of(batch), needed)
-
-
-def _read_packed(batch: PackedBatch, needed: dict[str, bool]) -> HostBatch:
-    values, lengths, weights = {}, {}, {}
-    for name, weighted in needed.items():
-        if name not in batch.sparse:
-            raise DataError(f"feature {name!r} is not in the batch.", f"It has: {', '.join(batch.sparse) or 'none'}.")
-        feature = batch.sparse[name]
-        count = int(feature.lengths.sum())
-        given = feature.weights
-        if weighted and given is None:
-            given = np.ones(count, dtype=np.float32)  # as `to_torch` does where only some features have weights
-        _keep(
-            name, feature.rows[:count], feature.lengths, given[:count] if weighted else None, values, lengths, weights
-        )
-    return HostBatch(batch.batch_size, values, lengths, weights)
-
-
-def _read_jagged(features: KeyedJaggedTensor, needed: dict[str, bool]) -> HostBatch:
-    is_weighted = any(needed.values())
-    check_sizes(features, list(needed), is_weighted)
-    keys = features.keys()
-    per_key = features.lengths().cpu().numpy().reshape(len(keys), -1)
-    ids = features.values().cpu().numpy()
-    given = features.weights_or_none()
-    given = None if given is None else given.detach().cpu().float().numpy()
-    used = per_key.sum(axis=1)
-    starts = features.offset_per_key_or_none()
-    if starts is None or used.sum() == len(ids):
-        starts = np.concatenate([[0], np.cumsum(used)])
-        if starts[-1] != len(ids):
-            raise DataError(
-                f"lengths sum to {starts[-1]}, but there are {len(ids)} values "
-                f"({len(keys)} features x {per_key.shape[1]} examples)."
-            )
-    if per_key.size and per_key.min() < 0:
-        raise DataError(f"lengths has a negative value: {per_key.min()}.")
-    values, lengths, weights = {}, {}, {}
-    for name, weighted in needed.items():
-        key = keys.index(name)
-        begin, end = int(starts[key]), int(starts[key] + used[key])
-        if end > starts[key + 1]:
-            raise DataError(
-                f"feature {name!r}: lengths sum to {used[key]}, but it has room for "
-                f"{starts[key + 1] - starts[key]} values."
-            )
-        _keep(name, ids[begin:end], per_key[key], given[begin:end] if weighted else None, values, lengths, weights)
-    return HostBatch(features.stride(), values, lengths, weights)
-
-
-def _keep(
-    name: str,
-    ids: np.ndarray,
-    lengths: np.ndarray,
-    weights: np.ndarray | None,
-    into_values: dict[str, np.ndarray],
-    into_lengths: dict[str, np.ndarray],
-    into_weights: dict[str, np.ndarray],
-) -> None:
-    """Put a feature into the batch; id -1 is skipped, with its weight."""
-    if len(ids) and ids.min() == -1:
-        keep = ids != -1
-        example_of_id = np.repeat(np.arange(len(lengths)), lengths)
-        lengths = np.bincount(example_of_id[keep], minlength=len(lengths))
-        ids = ids[keep]
-        weights = None if weights is None else weights[keep]
-    into_values[name], into_lengths[name] = ids, lengths.astype(np.int32, copy=False)
-    if weights is not None:
-        into_weights[name] = weights
-
-
-def _with_empty(host: HostBatch, spare: Sequence[str]) -> HostBatch:
-    if not spare:
-        return host
-    none, no_weights = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-    zeros = np.zeros(host.num_examples, dtype=np.int32)
-    return HostBatch(
-        host.num_examples,
-        {**dict.fromkeys(spare, none), **host.values},
-        {**dict.fromkeys(spare, zeros), **host.lengths},
-        {**dict.fromkeys(spare, no_weights), **host.weights},
-    )
-
-
-def _features_of(batch: TorchBatch | KeyedJaggedTensor) -> KeyedJaggedTensor:
-    return batch.features if isinstance(batch, TorchBatch) else batch
 
 
 def _writable(array: np.ndarray) -> np.ndarray:

@@ -6,32 +6,15 @@ arrays whose shapes were agreed by all ranks. Nothing is dropped: more ids than 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tpurec.errors import DataError
+from tpurec.sharding.host_batch import HostBatch
+from tpurec.sharding.lookups import Lookups
 from tpurec.sharding.placement import ShardedTable, Slot, Stack
-
-_EMPTY = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class HostBatch:
-    """One rank's ids on the host.
-
-    Args:
-        num_examples: examples, of which the last may be padding.
-        values: for each feature its ids, without padding or skipped ones, int32 or int64 `[num_ids]`.
-        lengths: for each feature the ids of each example, int32 `[num_examples]`.
-        weights: for each feature float32 `[num_ids]`; None without weights.
-    """
-
-    num_examples: int
-    values: Mapping[str, np.ndarray]
-    lengths: Mapping[str, np.ndarray]
-    weights: Mapping[str, np.ndarray] | None
 
 
 @dataclass(frozen=True)
@@ -96,67 +79,6 @@ def rung(count: int) -> int:
     return -(-count // step) * step
 
 
-class _Lookups:
-    """Slots whose ids are located together.
-
-    Args:
-        slots: the lookups.
-        stack: theirs.
-        tables: of the model.
-        num_ranks: ranks; stands for "here" as the owner of replicated rows.
-    """
-
-    def __init__(self, slots: Sequence[Slot], stack: Stack, tables: Sequence[ShardedTable], num_ranks: int) -> None:
-        self.features = [slot.feature for slot in slots]
-        places = [stack.places[slot.place] for slot in slots]
-        self.table_names = [tables[place.table].config.name for place in places]
-        self.table_rows = np.array([tables[place.table].config.num_embeddings for place in places], dtype=np.int64)
-        owners, starts, answers, first = [], [], [], []
-        for slot, place in zip(slots, places, strict=True):
-            first.append(len(owners))
-            local = place.exchange == "local"
-            owners += [num_ranks] if local else place.shard.ranks
-            starts += place.row_starts[:1] if local else place.row_starts
-            answers += slot.answers or [0] * (1 if local else len(place.shard.ranks))
-        counts = np.diff([*first, len(owners)])
-        self.first = np.array(first, dtype=np.int64)
-        self.counts = counts.astype(np.int64)
-        self.shifts = np.array([place.shard.shift for place in places], dtype=np.int64)
-        self.owners = np.array(owners, dtype=np.int64)
-        self.starts = np.array(starts, dtype=np.int64)
-        self.answers = np.array(answers, dtype=np.int64)
-        # One number of owners for all slots is the usual case; dividing by a scalar is many times faster.
-        self.one_count = int(counts[0]) if len(set(counts.tolist())) == 1 else None
-
-    def values(self, batch: HostBatch) -> tuple[np.ndarray, np.ndarray]:
-        """All ids, slot after slot, and how many each slot has."""
-        parts = [batch.values[name] for name in self.features]
-        return _joined(parts), np.array([len(part) for part in parts], dtype=np.int64)
-
-    def weights(self, batch: HostBatch) -> np.ndarray:
-        """All weights, slot after slot."""
-        return _joined([batch.weights[name] for name in self.features]).astype(np.float32, copy=False)
-
-    def locate(self, values: np.ndarray, per_slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where each id's row is.
-
-        Args:
-            values: of `values`.
-            per_slot: ids of each slot.
-
-        Returns:
-            Its place in `owners`, and its storage row there.
-        """
-        values = values.astype(np.int64, copy=False)
-        if self.one_count == 1:
-            at = np.repeat(self.first, per_slot)
-            return at, self.starts[at] + values
-        counts = self.one_count or np.repeat(self.counts, per_slot)
-        shifted = values + np.repeat(self.shifts, per_slot)
-        at = shifted - shifted // counts * counts + np.repeat(self.first, per_slot)
-        return at, self.starts[at] + values // counts
-
-
 class StackRouter:
     """Routes the ids of one stack.
 
@@ -172,9 +94,9 @@ class StackRouter:
         fixed = [slot for slot in stack.bag_slots if len(slot.owners) == 1]
         fixed.sort(key=lambda slot: (slot.owners[0], slot.answers[0]))
         split = [slot for slot in stack.bag_slots if len(slot.owners) > 1]
-        self._fixed = _Lookups(fixed, stack, tables, num_ranks)
-        self._split = _Lookups(split, stack, tables, num_ranks)
-        self._local = _Lookups(stack.local_slots, stack, tables, num_ranks)
+        self._fixed = Lookups(fixed, stack, tables, num_ranks)
+        self._split = Lookups(split, stack, tables, num_ranks)
+        self._local = Lookups(stack.local_slots, stack, tables, num_ranks)
         self.dtype = np.float64 if "64" in str(stack.dtype) else np.float32
 
     def message_size(self, sizes: Sizes, batch_size: int) -> int:
@@ -221,7 +143,7 @@ class StackRouting:
             len(self._place_of),
         )
 
-    def _route_bags(self, fixed: _Lookups, split: _Lookups) -> None:
+    def _route_bags(self, fixed: Lookups, split: Lookups) -> None:
         ranks, weighted = self._router.num_ranks, self._router.weighted
         values, per_slot = fixed.values(self._batch)
         _, self._fixed_rows = fixed.locate(values, per_slot)
@@ -235,7 +157,7 @@ class StackRouting:
         self._split_per_owner = np.bincount(owners, minlength=ranks)
         self._split_weights = split.weights(self._batch)[order] if weighted else None
 
-    def _route_local(self, local: _Lookups) -> None:
+    def _route_local(self, local: Lookups) -> None:
         values, per_slot = local.values(self._batch)
         at, rows = local.locate(values, per_slot)
         owners = local.owners[at]
@@ -407,7 +329,3 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     offsets = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=offsets[1:])
     return offsets
-
-
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else _EMPTY

@@ -8,7 +8,8 @@ import torch
 
 from tpurec.kernels import dispatch
 from tpurec.kernels.embedding_update import reference
-from tpurec.kernels.optimizers import ACCUMULATORS, RowOptimizer, pack_state
+from tpurec.kernels.optimizer_state import pack_state
+from tpurec.kernels.optimizers import ACCUMULATORS, RowOptimizer
 from tpurec.kernels.storage import Storage, pack
 from tpurec.ops import embedding_update_
 from tpurec.topology.chips import CHIPS

@@ -7,15 +7,8 @@ from jax import lax
 
 from tpurec.errors import ConfigError
 from tpurec.kernels.bfloat16_words import halves, word_of
-from tpurec.kernels.optimizers import (
-    ACCUMULATORS,
-    MOMENT_NAMES,
-    NAMES,
-    RowOptimizer,
-    pack_state,
-    sqrt_without_root,
-    unpack_state,
-)
+from tpurec.kernels.optimizer_state import pack_state, unpack_state
+from tpurec.kernels.optimizers import ACCUMULATORS, MOMENT_NAMES, NAMES, RowOptimizer, sqrt_without_root
 from tpurec.kernels.storage import Storage
 
 

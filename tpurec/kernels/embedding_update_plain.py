@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from tpurec.kernels.dedup import UniqueRows, unique_rows
 from tpurec.kernels.dispatch import Shape
-from tpurec.kernels.optimizers import RowOptimizer, by_array, round_rows, step
+from tpurec.kernels.optimizer_state import by_array
+from tpurec.kernels.optimizers import RowOptimizer, round_rows, step
 from tpurec.kernels.storage import LANES, Storage, gather_rows, line_window, to_words
 from tpurec.topology.chips import Chip
 

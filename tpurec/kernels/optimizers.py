@@ -39,7 +39,7 @@ from jax import lax
 
 from tpurec.errors import ConfigError
 from tpurec.kernels.rounding import noise, truncated_to_bfloat16
-from tpurec.kernels.storage import Storage, pack, unpack
+from tpurec.kernels.storage import Storage
 
 # What a rule keeps for a table: numbers per element, or one per row.
 ACCUMULATORS: dict[str, tuple[str, ...]] = {
@@ -158,7 +158,7 @@ class RowOptimizer:
         return Storage(storage.num_rows, storage.dim, "float32", storage.max_part_bytes)
 
     def packed_shapes(self, storage: Storage) -> list[tuple[int, ...]]:
-        """Shapes of all state as `pack_state` lays it out.
+        """Shapes of all state as `optimizer_state.pack_state` lays it out.
 
         Args:
             storage: the table's.
@@ -190,82 +190,27 @@ def rowwise_entries(num_rows: int) -> int:
     return -(-num_rows // _TILE) * _TILE
 
 
-def pack_state(optimizer: RowOptimizer, state: State, storage: Storage) -> tuple[jax.Array, ...]:
-    """Lay plain state out as the kernels keep it.
+def flat(state: State) -> tuple[jax.Array, ...]:
+    """All arrays of plain state.
 
     Args:
-        optimizer: decides the shapes.
-        state: arrays of `optimizer.state_shapes(num_rows, dim)`, float32 and at the end the int32 step count; a single
-            one may stand for itself, and None for none.
-        storage: of the table.
+        state: several arrays, one that stands for itself, or None for none.
 
     Returns:
-        Arrays of `optimizer.packed_shapes(storage)`.
+        A tuple.
     """
-    arrays = _flat(state)
-    shapes = optimizer.state_shapes(storage.num_rows, storage.dim)
-    expected = [(shape, "float32" if shape else "int32") for shape in shapes]
-    found = [(tuple(one.shape), str(one.dtype)) for one in arrays]
-    if found != expected:
-        raise ConfigError(f"{optimizer.name}: state {found}, expected {expected}.")
-    packed: list[jax.Array] = []
-    for array in arrays:
-        if array.ndim == 2:
-            packed += pack(array, optimizer.state_storage(storage))
-        elif array.ndim == 1:
-            packed.append(jnp.pad(array, (0, rowwise_entries(storage.num_rows) - storage.num_rows)))
-        else:
-            packed.append(jnp.asarray(array))
-    return tuple(packed)
-
-
-def unpack_state(optimizer: RowOptimizer, state: tuple[jax.Array, ...], storage: Storage) -> State:
-    """The inverse of `pack_state`.
-
-    Args:
-        optimizer: decides the shapes.
-        state: as `pack_state` returns it.
-        storage: of the table.
-
-    Returns:
-        As `pack_state` takes it.
-    """
-    arrays: list[jax.Array] = []
-    for group, shape in zip(
-        by_array(optimizer, state, storage), optimizer.state_shapes(storage.num_rows, storage.dim), strict=True
-    ):
-        if len(shape) == 2:
-            arrays.append(unpack(group, optimizer.state_storage(storage)))
-        else:
-            arrays.append(group[0][: storage.num_rows] if shape else group[0])
-    return _like(tuple(arrays))
-
-
-def by_array(optimizer: RowOptimizer, state: tuple[jax.Array, ...], storage: Storage) -> list[tuple[jax.Array, ...]]:
-    """The parts of each array of packed state.
-
-    Args:
-        optimizer: decides the shapes.
-        state: as `pack_state` returns it.
-        storage: of the table.
-
-    Returns:
-        For each array of `optimizer.state_shapes` its parts.
-    """
-    groups, at = [], 0
-    for shape in optimizer.state_shapes(storage.num_rows, storage.dim):
-        count = optimizer.state_storage(storage).num_parts if len(shape) == 2 else 1
-        groups.append(tuple(state[at : at + count]))
-        at += count
-    return groups
-
-
-def _flat(state: State) -> tuple[jax.Array, ...]:
     return () if state is None else state if isinstance(state, tuple) else (state,)
 
 
-def _like(arrays: tuple[jax.Array, ...]) -> State:
-    """One accumulator stands for itself, as it does in the arguments."""
+def like(arrays: tuple[jax.Array, ...]) -> State:
+    """The inverse of `flat`.
+
+    Args:
+        arrays: accumulators, and the step count if there is one.
+
+    Returns:
+        A single accumulator as itself, None for none.
+    """
     if not arrays:
         return None
     return arrays[0] if len(arrays) == 1 and arrays[0].ndim else arrays
@@ -312,13 +257,13 @@ def step(
         optimizer: the rule.
         rows_UD: float32 `[U, dim]`.
         grads_UD: float32 `[U, dim]`, duplicates combined.
-        state: arrays of `optimizer.state_shapes(U, dim)`, as `pack_state` takes them.
+        state: arrays of `optimizer.state_shapes(U, dim)`, as `optimizer_state.pack_state` takes them.
         lr: float32 scalar.
 
     Returns:
         New rows, not yet rounded, and new state, same shapes.
     """
-    *found, count = (*_flat(state), None) if not optimizer.counts_steps else _flat(state)
+    *found, count = (*flat(state), None) if not optimizer.counts_steps else flat(state)
     if optimizer.max_norm:
         norm_U1 = jnp.sqrt(jnp.sum(grads_UD * grads_UD, axis=1, keepdims=True))
         grads_UD = grads_UD * (optimizer.max_norm / jnp.maximum(norm_U1, optimizer.max_norm))
@@ -344,7 +289,7 @@ def step(
         factor = rate(optimizer, grown, lr)
         new_UD = new_UD - (factor if factor.ndim == 2 else factor[:, None]) * grads_UD
         kept = [grown]
-    return new_UD, _like((*kept, count) if count is not None else tuple(kept))
+    return new_UD, like((*kept, count) if count is not None else tuple(kept))
 
 
 def one_minus_power(base: float, exponent: jax.Array) -> jax.Array:
@@ -378,7 +323,7 @@ def round_rows(
     nearest = rows_UD.astype(dtype)
     if optimizer.rounding_seed < 0 or nearest.dtype != jnp.bfloat16:
         return nearest
-    seed, count = (jnp.asarray(one, jnp.uint32)[None] for one in (optimizer.rounding_seed, _flat(state)[-1]))
+    seed, count = (jnp.asarray(one, jnp.uint32)[None] for one in (optimizer.rounding_seed, flat(state)[-1]))
     columns = jnp.arange(rows_UD.shape[1], dtype=jnp.uint32)
     random = noise(seed, count, numbers_U.astype(jnp.uint32), columns)
     bits = truncated_to_bfloat16(lax.bitcast_convert_type(rows_UD, jnp.uint32), random)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.ops import jagged_cases as cases
-from tpurec.kernels.optimizers import RowOptimizer, pack_state, unpack_state
+from tpurec.kernels.optimizer_state import pack_state, unpack_state
+from tpurec.kernels.optimizers import RowOptimizer
 from tpurec.kernels.storage import Storage, pack, unpack
 from tpurec.ops import embedding_bag, embedding_bag_weights_grad, embedding_update_
 

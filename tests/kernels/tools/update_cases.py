@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.kernels.tools.cases import Bags
 from tpurec.kernels.embedding_update import update
-from tpurec.kernels.optimizers import pack_state, unpack_state
+from tpurec.kernels.optimizer_state import pack_state, unpack_state
 from tpurec.kernels.storage import pack, unpack
 
 LR = 0.25

@@ -39,7 +39,8 @@ class Compilation:
     def shape(self) -> str:
         """The shape in words, for people."""
         # Most features have room for one id an example; the others are what makes a shape.
-        wide = [f"{name} {capacity}" for name, capacity in self.capacities.items() if capacity != self.batch_size]
+        least = Ladder.for_batch(self.batch_size).rungs[0]
+        wide = [f"{name} {capacity}" for name, capacity in self.capacities.items() if capacity > least]
         return f"{self.batch_size} rows" + (f", ids of {', '.join(wide)}" if wide else "")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.device import DeviceConfig
 from tpurec.errors import ConfigError
+from tpurec.models.tables import TableSpec
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +72,29 @@ def require_device(config: DeviceConfig) -> None:
     binding = sys.modules.get("tpurec.ops._tpu")  # importing it takes seconds; unless it is there, nothing is bound
     if binding is None or binding.bound() is None:
         _chip()
+
+
+def check_tables(specs: Iterable[TableSpec]) -> None:
+    """Refuse tables that the kernels cannot take, before there is a RUN.
+
+    Args:
+        specs: the tables of a recipe.
+
+    Raises:
+        ConfigError: naming the first such table, and what is wrong with its dim or dtype.
+    """
+    import torch
+
+    from tpurec.embeddings.layout import Packed
+
+    for spec in specs:
+        what = f"table {spec.name!r}"
+        try:
+            # Size is another matter: it is that of a stack.
+            Packed(1, spec.embedding_dim, getattr(torch, spec.dtype), what)
+        except ConfigError as error:
+            problem = error.problem if what in error.problem else f"{what}: {error.problem}"
+            raise ConfigError(f"device.kind = 'tpu': {problem}", error.remedy) from None
 
 
 def start_tpu(config: DeviceConfig) -> torch.device:

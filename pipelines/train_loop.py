@@ -251,7 +251,7 @@ class TrainLoop:
 
         Args:
             ready: the batch.
-            position: gives the step of the schedule; on the CPU its loss sums are updated, elsewhere they are later.
+            position: gives the step of the schedule; its loss sums are updated, on a TPU mostly later.
 
         Raises:
             TpurecError: the loss is not finite.
@@ -266,7 +266,7 @@ class TrainLoop:
             except DataError as error:
                 raise DataError(f"step {position.step + 1}: {error.problem}", error.remedy) from None
         self._unread.append((position.step + 1, loss, ready.num_labelled))
-        if self._step.device.type == "cpu":  # the step is done, reading costs nothing
+        if self._step.device.type == "cpu" or self._step.compiled:  # the step is done, reading costs nothing
             self._read_losses(position)
 
     def _read_losses(self, position: Position) -> None:

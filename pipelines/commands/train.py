@@ -53,7 +53,8 @@ def train(
     from pipelines.recipe import read_recipe
     from pipelines.run import Run
     from pipelines.source import find_data
-    from pipelines.tpu import require_device
+    from pipelines.tpu import check_tables, require_device
+    from tpurec.models import table_specs
 
     reporter = Reporter(as_json)
     overrides = list(overrides or [])
@@ -71,6 +72,8 @@ def train(
         if not resolved.sharding.num_ranks:  # workers may run elsewhere
             require_device(resolved.device)
         data = find_data(resolved)  # before the folder is made: a mistyped path leaves nothing behind
+        if resolved.device.kind == "tpu":
+            check_tables(table_specs(resolved.tables, data.schema))
         train_as = _engine(run, resolved, data, engine, reporter, max_restarts)
         with run.locked() as lock:
             result = run.result() or _train(run, resolved, data, engine, reporter, partial(train_as, lock))

@@ -8,9 +8,11 @@ import pytest
 from pipelines.device import EXECUTIONS, DeviceConfig
 from pipelines.recipe import read_recipe
 from pipelines.run import Run
-from pipelines.tpu import EAGER_MODES, attached_chips, require_device
+from pipelines.tpu import EAGER_MODES, attached_chips, check_tables, require_device
+from tests.pipelines.conftest import SCHEMA
 from tpurec.config import from_mapping, to_toml
 from tpurec.errors import ConfigError
+from tpurec.models import TablesConfig, table_specs
 
 
 def test_0_threads_leaves_cores_to_the_readers_and_one_to_the_step(monkeypatch):
@@ -67,6 +69,21 @@ def test_without_a_chip_a_recipe_for_a_tpu_fails_at_once_and_libtpu_is_not_asked
         require_device(read_recipe(recipe_file, ["device.kind=tpu"]).device)
     assert time.monotonic() - started < 30
     require_device(DeviceConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"embedding_dim": 12}, r"device\.kind = 'tpu': table 'user': embedding_dim 12: kernels take multiples of 8"),
+        ({"embedding_dim": 24, "dtype": "bfloat16"}, r"'tpu': table 'user': embedding_dim 24 in .*multiple of 16"),
+        ({"dtype": "float16"}, r"'tpu': table 'user': dtype 'float16': tables are float32 or bfloat16"),
+    ],
+)
+def test_tables_that_a_tpu_cannot_take_are_refused_by_name(settings, message):
+    check_tables(table_specs(TablesConfig(embedding_dim=24), SCHEMA))
+    check_tables(table_specs(TablesConfig(embedding_dim=32, dtype="bfloat16"), SCHEMA))
+    with pytest.raises(ConfigError, match=message):
+        check_tables(table_specs(TablesConfig(**settings), SCHEMA))
 
 
 def test_a_run_may_change_its_device_and_execution_but_not_its_threads(recipe_file, tmp_path):

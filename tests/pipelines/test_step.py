@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from pipelines.feed import DeviceFeed
 from pipelines.step import TrainStep, torch_optimizer
-from pipelines.train_loop import Position, TrainConfig
+from pipelines.train_loop import Callbacks, Position, TrainConfig, TrainLoop
 from pipelines.training_state import TrainingState
 from tests.pipelines.test_train_loop import LADDER, a_model, a_step, batches, same, weights
 from tpurec.embeddings import dense_parameters, to_torch
+from tpurec.errors import TpurecError
 from tpurec.sharding.checkpoint import Checkpointer
 
 CONFIG = TrainConfig(batch_size=32, learning_rate=0.01, optimizer="sgd")
@@ -87,3 +89,55 @@ def test_making_the_state_beforehand_changes_no_bit(optimizer):
             model.weight.grad = start * number + 1
             stepper.step()
         assert torch.equal(plain.weight, prepared.weight)
+
+
+class Elsewhere(TrainStep):
+    """A step whose device works while the host goes on, as far as the loop can tell; counts what was read."""
+
+    read = 0
+
+    def __init__(self, model, config):
+        super().__init__(
+            model, torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay), None
+        )
+        self.device = torch.device("meta")
+
+    def __call__(self, batch, loss_scale_rows):
+        step, loss = self, super().__call__(batch, loss_scale_rows)
+
+        class Loss:
+            def item(self):
+                step.read += 1
+                return loss.item()
+
+        return Loss()
+
+
+def run_loop(step, config, **callbacks):
+    lines, position = [], Position()
+    loop = TrainLoop(step, config, 0.1, 10, 1000, DeviceFeed("cpu"))
+    loop.run(batches(10), position, Callbacks(lines.append, None, lambda at, score: None, **callbacks))
+    return [(line["step"], line["log_loss"]) for line in lines], position
+
+
+def test_losses_of_a_device_are_read_when_they_are_due_and_give_the_same_lines():
+    config = TrainConfig(batch_size=32, learning_rate=0.01, log_every_steps=4)
+    step, seen = Elsewhere(a_model(), config), []
+    lines, position = run_loop(step, config, progress=lambda rows, loss: seen.append(step.read))
+    expected, expected_position = run_loop(a_step(a_model(), config), config)
+    assert lines == expected and position == expected_position
+    assert seen == [0, 0, 0, 4, 4, 4, 4, 8, 8, 10]
+
+
+def test_a_loss_that_is_not_finite_is_found_when_it_is_read_and_named_with_its_step():
+    config = TrainConfig(batch_size=32, learning_rate=0.01, log_every_steps=6)
+    step, done = Elsewhere(a_model(), config), []
+
+    def spoil(rows, loss):
+        done.append(rows)
+        if len(done) == 2:
+            with torch.no_grad():
+                next(step.model.over_arch.parameters()).fill_(float("nan"))
+
+    with pytest.raises(TpurecError, match=r"the loss is nan at step 3 \(seen after step 6\)\. Lower train\.learning"):
+        run_loop(step, config, progress=spoil)

@@ -7,7 +7,8 @@ import pytest
 
 from tests.sharding.problems import table
 from tpurec.errors import ConfigError
-from tpurec.sharding.plan import PLAN_VERSION, PlacedTable, Plan, Shard
+from tpurec.sharding.plan import PlacedTable, Plan, Shard
+from tpurec.sharding.plan_json import PLAN_VERSION
 from tpurec.sharding.planner import plan
 
 

@@ -1,4 +1,4 @@
-"""A sharding plan: which rank owns which rows and columns of which table, what it costs, and its JSON form.
+"""A sharding plan: which rank owns which rows and columns of which table, and what it costs.
 
 Row rules: `all` (the rank has every row of its columns), `modulo` (row r lives on `ranks[(r + shift) % n]`, n ranks, at
 local row `r // n`) and `replicated` (every rank has a full copy). Each table has a shift of its own, because the
@@ -7,22 +7,18 @@ hottest rows of all tables would otherwise meet on one rank.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from tpurec import atomic
-from tpurec.config import from_mapping
 from tpurec.errors import ConfigError
 from tpurec.sharding.assumptions import Assumptions
-from tpurec.sharding.tables import FeatureSpec, TableSpec, check_names
+from tpurec.sharding.infeasible import Infeasible, Problem
+from tpurec.sharding.plan_check import check_plan
+from tpurec.sharding.tables import FeatureSpec, TableSpec
 from tpurec.topology.slices import SliceTopology
-
-PLAN_VERSION = 1
-ROW_RULES = ("all", "modulo", "replicated")
 
 
 @dataclass(frozen=True)
@@ -295,28 +291,14 @@ class Plan:
         }
 
     def to_json(self) -> str:
-        """The plan as versioned JSON text, the same for the same plan.
+        """The plan as versioned JSON text (`tpurec/sharding/plan_json.py`), the same for the same plan.
 
         Returns:
             Text that `from_json` reads back to an equal plan.
         """
-        slice_ = self.topology
-        body = {
-            "format": "tpurec.plan",
-            "version": PLAN_VERSION,
-            "slice": self.slice,
-            "num_ranks": slice_.num_ranks,
-            "coordinates": [list(slice_.coordinates(rank)) for rank in range(slice_.num_ranks)],
-            "batch_size": self.batch_size,
-            "tables": [_table_json(placed, slice_.num_ranks) for placed in self.tables],
-            "stacks": [dataclasses.asdict(stack) for stack in self.stacks],
-            "rungs": dataclasses.asdict(self.rungs),
-            "assumptions": dataclasses.asdict(self.assumptions),
-            "estimates": dataclasses.asdict(self.estimates) if self.estimates else None,
-            "plan_seconds": self.plan_seconds,
-            "stopped_early": self.stopped_early,
-        }
-        return json.dumps(body, indent=1, sort_keys=False)
+        from tpurec.sharding.plan_json import to_json
+
+        return to_json(self)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON form; the file appears whole or not at all.
@@ -360,182 +342,9 @@ class Plan:
         Raises:
             ConfigError: see `load`.
         """
-        try:
-            body = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where}: not valid JSON: {error}.") from None
-        if not isinstance(body, dict) or body.get("format") != "tpurec.plan":
-            raise ConfigError(
-                f"{where}: is not a sharding plan (no 'format': 'tpurec.plan').", "Make one: tpurec plan --out."
-            )
-        if body.get("version") != PLAN_VERSION:
-            raise ConfigError(
-                f"{where}: plan version {body.get('version')!r} is not known, this program reads {PLAN_VERSION}.",
-                "Make the plan again with tpurec plan.",
-            )
-        slice_ = SliceTopology.parse(str(body.get("slice")))
-        wired = [list(slice_.coordinates(rank)) for rank in range(slice_.num_ranks)]
-        if body.get("coordinates") != wired:
-            raise ConfigError(f"{where}: rank coordinates are not those of {slice_.name}.", "Make the plan again.")
-        fields = {key: body[key] for key in body if key not in ("format", "version", "num_ranks", "coordinates")}
-        tables = fields.get("tables")
-        if not isinstance(tables, list):
-            raise ConfigError(f"{where}: has no list 'tables'.")
-        fields["tables"] = [_table_from_json(entry, slice_.num_ranks, where) for entry in tables]
-        return from_mapping(cls, fields, where)
+        from tpurec.sharding.plan_json import from_json
 
-
-@dataclass(frozen=True)
-class Problem:
-    """Why there is no plan.
-
-    Args:
-        table: the table that cannot be placed; empty if it is no single table's fault.
-        message: one line with the figures.
-        bytes_missing: memory that is missing on a rank.
-        remedies: what would help, each checked by planning it: dicts with `action` and its effect.
-    """
-
-    table: str
-    message: str
-    bytes_missing: int
-    remedies: tuple[dict[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class Infeasible:
-    """There is no plan that fits.
-
-    Args:
-        slice: the slice's name.
-        batch_size: global examples per step.
-        problems: what is in the way, the worst first.
-        hbm_bytes_max: memory of the fullest rank in the most compact plan found.
-        hbm_bytes_mean: the same, mean over ranks.
-        hbm_bytes_capacity: what libtpu lets a program use on one rank.
-        hbm_bytes_budget: the capacity less the reserve.
-        hbm_parts: bytes of the fullest rank by use.
-        plan_seconds: time it took to find out.
-    """
-
-    slice: str
-    batch_size: int
-    problems: tuple[Problem, ...]
-    hbm_bytes_max: int
-    hbm_bytes_mean: int
-    hbm_bytes_capacity: int
-    hbm_bytes_budget: int
-    hbm_parts: dict[str, int]
-    plan_seconds: float = field(default=0.0, compare=False)
-
-    fits = False
-
-    @property
-    def topology(self) -> SliceTopology:
-        """The slice."""
-        return SliceTopology.parse(self.slice)
-
-    def summary(self) -> dict[str, Any]:
-        """What `tpurec plan --json` prints; the keys of `Plan.summary`, None where there is no answer."""
-        slice_ = self.topology
-        return {
-            "fits": False,
-            "slice": self.slice,
-            "num_chips": slice_.num_chips,
-            "num_ranks": slice_.num_ranks,
-            "idle_ranks": None,
-            "step_seconds": None,
-            "step_parts": {},
-            "lower_bound_seconds": None,
-            "lower_bound_kind": None,
-            "samples_per_second": None,
-            "hbm_bytes_max": self.hbm_bytes_max,
-            "hbm_bytes_mean": self.hbm_bytes_mean,
-            "hbm_bytes_capacity": self.hbm_bytes_capacity,
-            "hbm_parts": dict(self.hbm_parts),
-            "plan_seconds": self.plan_seconds,
-            "stopped_early": False,
-            "tables": [],
-            "problems": [dataclasses.asdict(problem) for problem in self.problems],
-        }
-
-
-def check_plan(plan: Plan) -> None:
-    """Check that every row and column of every table is owned exactly once, by ranks that exist.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        ConfigError: naming the table and what is wrong.
-    """
-    check_names([placed.table for placed in plan.tables])
-    num_ranks = plan.topology.num_ranks
-    for placed in plan.tables:
-        _check_table(placed, num_ranks)
-
-
-def _check_table(placed: PlacedTable, num_ranks: int) -> None:
-    def fail(message: str) -> None:
-        raise ConfigError(f"plan, table {placed.name!r}: {message}.", "Make the plan again with tpurec plan.")
-
-    expected = 0
-    for shard in sorted(placed.shards, key=lambda shard: shard.columns):
-        start, stop = shard.columns
-        if start != expected or stop <= start:
-            what = "more than once" if start < expected else "by no rank"
-            fail(f"columns {min(start, expected)} to {max(start, expected)} are owned {what}")
-        expected = stop
-        if not shard.ranks or len(set(shard.ranks)) != len(shard.ranks):
-            fail(f"the owners {shard.ranks} of columns {start} to {stop} are empty or repeat a rank")
-        outside = [rank for rank in shard.ranks if not 0 <= rank < num_ranks]
-        if outside:
-            fail(f"rank {outside[0]} is not on the slice, which has {num_ranks} ranks")
-        if shard.rule not in ROW_RULES:
-            fail(f"row rule {shard.rule!r} is not one of {', '.join(ROW_RULES)}")
-        if shard.rule == "all" and len(shard.ranks) != 1:
-            fail(f"{len(shard.ranks)} ranks each own all rows of columns {start} to {stop}")
-        if shard.rule == "replicated" and len(shard.ranks) != num_ranks:
-            fail("a replicated table needs a copy on every rank")
-        if not 0 <= shard.shift < len(shard.ranks):
-            fail(f"shift {shard.shift} is not between 0 and {len(shard.ranks) - 1}")
-    if expected != placed.table.embedding_dim:
-        fail(f"columns {expected} to {placed.table.embedding_dim} are owned by no rank")
-
-
-def _table_json(placed: PlacedTable, num_ranks: int) -> dict[str, Any]:
-    everyone = tuple(range(num_ranks))
-    shards = []
-    for shard in placed.shards:
-        ranks: Any = "all" if shard.ranks == everyone else list(shard.ranks)
-        rows = {"rule": shard.rule, "shift": shard.shift}
-        shards.append({"ranks": ranks, "rows": rows, "columns": list(shard.columns), "bytes": shard.bytes})
-    return {
-        "table": dataclasses.asdict(placed.table),
-        "sharding": placed.sharding,
-        "exchange": placed.exchange,
-        "shards": shards,
-        "seconds": placed.seconds,
-        "parts": placed.parts,
-        "reason": placed.reason,
-    }
-
-
-def _table_from_json(entry: Any, num_ranks: int, where: str) -> dict[str, Any]:
-    try:
-        shards = [
-            {
-                "ranks": list(range(num_ranks)) if shard["ranks"] == "all" else shard["ranks"],
-                "rule": shard["rows"]["rule"],
-                "shift": shard["rows"]["shift"],
-                "columns": shard["columns"],
-                "bytes": shard["bytes"],
-            }
-            for shard in entry["shards"]
-        ]
-        return {**entry, "shards": shards}
-    except (TypeError, KeyError) as error:
-        raise ConfigError(f"{where}: a table's shards cannot be read: {error!r}.", "Make the plan again.") from None
+        return from_json(text, where)
 
 
 __all__ = ["Estimates", "FeatureSpec", "Infeasible", "PlacedTable", "Plan", "Problem", "Rungs", "Shard", "StackPlan"]

@@ -93,3 +93,16 @@ def test_a_given_plan_for_another_number_of_workers_is_refused_and_one_that_fits
     with pytest.raises(ConfigError, match=r"the plan is for cpu-2 with 2 ranks, there are 4 workers.*--workers 2"):
         settle("sharding.num_workers=4", f"sharding.plan={given}")
     assert settle("sharding.num_workers=2", f"sharding.plan={given}") == Plan.load(given)
+
+
+def test_ranks_that_own_no_table_are_named_before_anything_runs(recipe_file, tmp_path):
+    """case 20"""
+    run, lines = Run(tmp_path), []
+    pins = [
+        f"sharding.constraints.{name}.{key}"
+        for name in ("user", "item", "tags")
+        for key in ("pin=table_wise", "pin_ranks=[1]")
+    ]
+    recipe = read_recipe(recipe_file, ["sharding.num_workers=4", *pins])
+    keep_plan(run, choose_plan(run, recipe, find_data(recipe).schema), lines.append)
+    assert lines == ["plan for cpu-4: 3 tables (3 table_wise); 3 ranks own no table"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tpurec.kernels import dispatch
+from tpurec.kernels.ahead_of_time import target
 from tpurec.kernels.embedding_update import reference
 from tpurec.kernels.optimizer_state import pack_state
 from tpurec.kernels.optimizers import ACCUMULATORS, RowOptimizer
@@ -14,6 +15,7 @@ from tpurec.kernels.storage import Storage, pack
 from tpurec.ops import embedding_update_
 from tpurec.topology.chips import CHIPS
 
+from .tools.programs import update as update_program
 from .tools.update_cases import run_update
 
 # Compiled whole, not operation by operation.
@@ -132,3 +134,20 @@ def test_an_update_without_ids_counts_a_step():
         grads = jnp.zeros((0, DIM))
         _, new = update(parts, state, grads, *nothing, None, jnp.float32(1), storage=storage, optimizer=rule)
         assert int(new[-1]) == 1
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "7x"])
+@pytest.mark.parametrize("name", ["adam", "rowwise_adam"])
+def test_compiles_in_place_with_temporaries_of_the_ids_alone(name, chip):
+    """Table and moments are aliased; temporaries: at most 6 x `[ids, dim]` float32, also with 8 times the rows."""
+    device, sizes = target(chip), set()
+    for num_rows in (1 << 17, 1 << 20) if chip == "v6e" else (1 << 20,):
+        function, inputs, donate = update_program(
+            device, num_rows=num_rows, dim=128, num_bags=4096, ids_per_bag=1, optimizer=name
+        )
+        memory = device.memory(function, *inputs, donate=donate)
+        storage = Storage(num_rows, 128)
+        assert memory.alias_bytes >= storage.num_bytes + RowOptimizer(name).state_bytes(storage)
+        sizes.add(memory.temp_bytes)
+    assert max(sizes) <= 6 * 4096 * 128 * 4

@@ -1,33 +1,18 @@
-"""The programs that the compile tier and the benchmarks compile: builders for `bundles.count` and `Target.compile`."""
+"""The kernels' programs by plain values, which a request to another process can carry (`bundles.count`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
-from tests.kernels.tools.aot import Target
-from tpurec.kernels import embedding_update
-from tpurec.kernels.embedding_bag import embedding_bag
-from tpurec.kernels.optimizers import RowOptimizer, rowwise_entries
+from tpurec.kernels import programs
+from tpurec.kernels.ahead_of_time import Target
+from tpurec.kernels.optimizers import RowOptimizer
+from tpurec.kernels.programs import Program
 from tpurec.kernels.storage import Storage
-
-Program = tuple[Callable, tuple[Any, ...], tuple[int, ...]]
 
 
 def lookup(
-    target: Target,
-    *,
-    num_rows: int,
-    dim: int,
-    num_bags: int,
-    ids_per_bag: int,
-    dtype: str = "float32",
-    weighted: bool = False,
-    pooling: str = "sum",
-    implementation: str | None = None,
-    config: Any = None,
+    target: Target, *, num_rows: int, dim: int, num_bags: int, ids_per_bag: int, dtype: str = "float32", **options: Any
 ) -> Program:
     """A forward lookup.
 
@@ -38,38 +23,12 @@ def lookup(
         num_bags: bags.
         ids_per_bag: capacity of the ids over `num_bags`.
         dtype: of the table.
-        weighted: with a weight per id.
-        pooling: `sum` or `mean`.
-        implementation: as of `embedding_bag`.
-        config: as of `embedding_bag`.
+        options: keywords of `tpurec.kernels.programs.lookup`.
 
     Returns:
-        The function, its abstract arguments, and that none is donated.
+        As of `tpurec.kernels.programs.lookup`.
     """
-    storage = Storage(num_rows, dim, dtype)
-    num_ids = num_bags * ids_per_bag
-    arguments: tuple[Any, ...] = (
-        tuple(target.array(storage.part_shape, storage.word_dtype) for _ in range(storage.num_parts)),
-        target.array((num_ids,), jnp.int32),
-        target.array((num_bags + 1,), jnp.int32),
-    )
-    if weighted:
-        arguments += (target.array((num_ids,), jnp.float32),)
-
-    def function(parts, ids, offsets, weights=None):
-        return embedding_bag(
-            parts,
-            ids,
-            offsets,
-            weights,
-            storage=storage,
-            pooling=pooling,
-            chip=target.chip,
-            implementation=implementation,
-            config=config,
-        )
-
-    return function, arguments, ()
+    return programs.lookup(target, Storage(num_rows, dim, dtype), num_bags, num_bags * ids_per_bag, **options)
 
 
 def update(
@@ -82,10 +41,7 @@ def update(
     optimizer: str = "rowwise_adagrad",
     weight_decay: float = 0.0,
     dtype: str = "float32",
-    weighted: bool = False,
-    pooling: str = "sum",
-    implementation: str | None = None,
-    config: Any = None,
+    **options: Any,
 ) -> Program:
     """A fused update.
 
@@ -95,44 +51,13 @@ def update(
         dim: its columns.
         num_bags: bags.
         ids_per_bag: capacity of the ids over `num_bags`.
-        optimizer: `sgd`, `adagrad` or `rowwise_adagrad`.
+        optimizer: a name of `optimizers.ACCUMULATORS`.
         weight_decay: L2 coefficient.
         dtype: of the table.
-        weighted: with a weight per id.
-        pooling: `sum` or `mean`.
-        implementation: as of `embedding_update.update`.
-        config: as of `embedding_update.update`.
+        options: keywords of `tpurec.kernels.programs.update`.
 
     Returns:
-        The function, its abstract arguments, and that table and state are donated.
+        As of `tpurec.kernels.programs.update`.
     """
-    storage, rule = Storage(num_rows, dim, dtype), RowOptimizer(optimizer, weight_decay=weight_decay)
-    of_state = rule.state_storage(storage)
-    state: tuple[Any, ...] = ()
-    if of_state is not None:
-        state = tuple(target.array(of_state.part_shape, jnp.float32) for _ in range(of_state.num_parts))
-    elif optimizer == "rowwise_adagrad":
-        state = (target.array((rowwise_entries(num_rows),), jnp.float32),)
-    num_ids = num_bags * ids_per_bag
-    arguments = (
-        tuple(target.array(storage.part_shape, storage.word_dtype) for _ in range(storage.num_parts)),
-        state,
-        target.array((num_bags, dim), jnp.float32),
-        target.array((num_ids,), jnp.int32),
-        target.array((num_bags + 1,), jnp.int32),
-        target.array((num_ids,), jnp.float32) if weighted else None,
-        target.array((), jnp.float32),
-    )
-
-    def function(*arguments):
-        return embedding_update.update(
-            *arguments,
-            storage=storage,
-            optimizer=rule,
-            pooling=pooling,
-            chip=target.chip,
-            implementation=implementation,
-            config=config,
-        )
-
-    return function, arguments, (0, 1)
+    rule = RowOptimizer(optimizer, weight_decay=weight_decay)
+    return programs.update(target, Storage(num_rows, dim, dtype), rule, num_bags, num_bags * ids_per_bag, **options)

@@ -162,7 +162,8 @@ def test_the_whole_example_on_tiny_data_repeats_itself(example, many, tmp_path):
     assert results[0] == results[1] and np.isfinite(results[0]["log_loss"])
 
 
-STATED = {"two_tower": ("recall_at_20", 0.0), "sequence": ("recall_at_10", 0.0)}
+# Recall of the command with seed 0, and its ratio to popularity's, each with some room for another machine's rounding.
+STATED = {"two_tower": ("recall_at_20", 0.28, 1.5), "sequence": ("recall_at_10", 0.105, 2.0)}
 
 
 @pytest.mark.slow
@@ -172,5 +173,5 @@ def test_the_stated_figure_on_the_real_data(example, shared_data, tmp_path):
     command = [sys.executable, "-m", f"examples.{example}", shared_data, "--out", tmp_path / "out", "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     result = json.loads(done.stdout)
-    key, least = STATED[example]
-    assert result[key] >= least and result["recall_margin"] >= 1.3
+    key, least, margin = STATED[example]
+    assert result[key] >= least and result["recall_margin"] >= margin

@@ -42,6 +42,8 @@ def check_ids(
     """
     if policy not in POLICIES:
         raise ConfigError(f"id policy {policy!r} is not known.", f"Policies: {', '.join(POLICIES)}.")
+    if policy == "hash":
+        _check_64_bits()
     num_ids, num_features = ids_N.shape[0], num_rows_F.shape[0]
     if num_ids == 0 or num_features == 0 or offsets.shape[0] == 1:
         return [jnp.full(num_ids, -1, jnp.int32), jnp.zeros(num_features, jnp.int32)]
@@ -102,13 +104,17 @@ def hash_rows(ids_N: jax.Array, size_N: jax.Array, salt: int = 0) -> jax.Array:
     Raises:
         ConfigError: 64-bit arithmetic is off.
     """
-    if not jax.config.jax_enable_x64:
-        raise ConfigError("the hash needs 64-bit arithmetic.", "Call it under jax.enable_x64(True).")
+    _check_64_bits()
     low = jnp.uint64(0xFFFFFFFF)
     mixed = _mix(ids_N.astype(jnp.int64).astype(jnp.uint64) ^ _mix(jnp.uint64(salt & _MASK_64)))
     size_N = size_N.astype(jnp.uint64)
     rows_N = ((mixed >> jnp.uint64(32)) * size_N + ((mixed & low) * size_N >> jnp.uint64(32))) >> jnp.uint64(32)
     return rows_N.astype(jnp.int32)
+
+
+def _check_64_bits() -> None:
+    if not jax.config.jax_enable_x64:
+        raise ConfigError("the hash needs 64-bit arithmetic.", "Call it under jax.enable_x64(True).")
 
 
 def _mix(value: jax.Array) -> jax.Array:

@@ -144,7 +144,8 @@ def take_or(values: jax.Array, source: jax.Array, inside: jax.Array, padding: fl
     if num_values == 0:
         return jnp.full(shape, padding, values.dtype)
     inside = inside & (source >= 0) & (source < num_values)
-    taken = jnp.take(values, jnp.clip(source, 0, num_values - 1), axis=0, mode="clip")
+    # Flat: with indices of several dimensions libtpu fetches a tile for every word.
+    taken = jnp.take(values, jnp.clip(source, 0, num_values - 1).reshape(-1), axis=0, mode="clip").reshape(shape)
     return jnp.where(inside.reshape(*source.shape, *(1,) * (values.ndim - 1)), taken, jnp.array(padding, values.dtype))
 
 

@@ -103,8 +103,8 @@ def compile_one(chip: str, name: str, sizes: str) -> dict[str, Any]:
         Compile seconds, and bytes: least, counted, temporary, and over the host's bus by TorchRec (None: it has no such
         op) and here.
     """
-    from tests.kernels.tools.aot import target
     from tests.kernels.tools.jagged_programs import compiled
+    from tpurec.kernels.ahead_of_time import target
 
     device = target(chip)
     started = time.monotonic()

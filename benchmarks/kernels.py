@@ -158,7 +158,7 @@ def measured(request: dict[str, Any]) -> dict[str, Any]:
 
 def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     """In the worker: compile one program, and read what the compiler says."""
-    from tests.kernels.tools.aot import target
+    from tpurec.kernels.ahead_of_time import target
 
     device = target(request["chip"])
     make = {"torchrec": _torchrec, "xla": _xla}.get(request["implementation"], _ours)

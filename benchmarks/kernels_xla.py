@@ -23,7 +23,7 @@ def program(device: Any, op: str, num_rows: int, dim: int, num_bags: int, ids_pe
     """One program.
 
     Args:
-        device: a `tests.kernels.tools.aot.Target` with SparseCores.
+        device: a `tpurec.kernels.ahead_of_time.Target` with SparseCores.
         op: `embedding_bag` or `embedding_update`.
         num_rows: rows of the table.
         dim: its columns.

@@ -103,7 +103,7 @@ def _compile(path: Path, chip: str, large_bytes: int) -> Report:
     from jaxlib.mlir import ir, passmanager
     from jaxlib.mlir.dialects import stablehlo
 
-    from tests.kernels.tools.aot import target  # sets libtpu's environment
+    from tpurec.kernels.ahead_of_time import target
 
     stablehlo.register_stablehlo_passes()
     device = target(chip).mesh.devices.flat[0]

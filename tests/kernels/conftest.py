@@ -2,12 +2,11 @@
 
 import importlib.util
 
-import jax
 import pytest
 
-import tests.kernels.tools.aot  # noqa: F401  sets libtpu's environment before anything loads it
+from tpurec.kernels.ahead_of_time import prepare
 
-jax.config.update("jax_platforms", "cpu")
+prepare()  # before anything loads libtpu
 
 
 def pytest_collection_modifyitems(items):

@@ -11,12 +11,12 @@ import pytest
 from jax._src.pallas.mosaic.interpret import shared_memory
 
 from tests.kernels.tools import bundles
-from tests.kernels.tools.aot import target
 from tests.kernels.tools.cases import IDS, LENGTHS, all_pairs, brute_force, make_bags, make_table
 from tests.kernels.tools.programs import lookup
 from tests.kernels.tools.sparsecore_interpreter import interpreter
 from tpurec.kernels import embedding_bag_sparsecore as kernel
 from tpurec.kernels import sparsecore_stream
+from tpurec.kernels.ahead_of_time import target
 from tpurec.kernels.dispatch import Shape
 from tpurec.kernels.embedding_bag import embedding_bag
 from tpurec.kernels.embedding_bag_sparsecore import Config

@@ -10,10 +10,10 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as ipc
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.kernels.tools.aot import target
 from tests.kernels.tools.cases import brute_force, make_bags, make_table
 from tests.kernels.tools.programs import lookup
 from tpurec.kernels import embedding_bag_tensorcore as kernel
+from tpurec.kernels.ahead_of_time import target
 from tpurec.kernels.embedding_bag import embedding_bag
 from tpurec.kernels.embedding_bag_tensorcore import Config
 from tpurec.kernels.storage import Storage, pack

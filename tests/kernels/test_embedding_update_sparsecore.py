@@ -11,13 +11,13 @@ import pytest
 from jax._src.pallas.mosaic.interpret import shared_memory
 
 from tests.kernels.tools import bundles
-from tests.kernels.tools.aot import target
 from tests.kernels.tools.cases import IDS, LENGTHS, all_pairs, make_bags, make_table
 from tests.kernels.tools.programs import update as update_program
 from tests.kernels.tools.sparsecore_interpreter import interpreter
 from tests.kernels.tools.update_cases import check_update, make_state, positive, run_update
 from tpurec.kernels import dedup
 from tpurec.kernels import embedding_update_sparsecore as kernel
+from tpurec.kernels.ahead_of_time import target
 from tpurec.kernels.dispatch import Shape
 from tpurec.kernels.embedding_update import least_hbm_bytes
 from tpurec.kernels.embedding_update_sparsecore import Config

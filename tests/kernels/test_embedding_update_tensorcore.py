@@ -8,11 +8,11 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as ipc
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.kernels.tools.aot import target
 from tests.kernels.tools.cases import IDS, LENGTHS, all_pairs, make_bags, make_table
 from tests.kernels.tools.programs import update as update_program
 from tests.kernels.tools.update_cases import check_update, make_state, positive, run_update
 from tpurec.kernels import embedding_update_tensorcore as kernel
+from tpurec.kernels.ahead_of_time import target
 from tpurec.kernels.embedding_update_tensorcore import Config
 from tpurec.kernels.optimizers import RowOptimizer
 from tpurec.kernels.storage import Storage

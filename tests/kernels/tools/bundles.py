@@ -50,7 +50,7 @@ def count(builder: str, chip: str, **arguments: Any) -> dict[str, list[Loop]]:
     """Compile a program in a process of its own and count its SparseCore bundles.
 
     Args:
-        builder: `module:function`; called with a `tests.kernels.tools.aot.Target` and `arguments`, it returns the
+        builder: `module:function`; called with a `tpurec.kernels.ahead_of_time.Target` and `arguments`, it returns the
             function, its abstract arguments and the donated positions.
         chip: the generation.
         arguments: plain values for the builder.
@@ -123,7 +123,7 @@ def _tec_program(dump: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _compile(request: dict[str, Any]) -> None:
-    from tests.kernels.tools.aot import target
+    from tpurec.kernels.ahead_of_time import target
 
     module, _, name = request["builder"].partition(":")
     device = target(request["chip"])

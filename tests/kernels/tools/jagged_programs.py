@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests.kernels.tools.aot import Target
 from tpurec.kernels import (
     jagged_bounds,
     jagged_bucketize,
@@ -23,6 +22,7 @@ from tpurec.kernels import (
     jagged_segments,
     pooled_permute,
 )
+from tpurec.kernels.ahead_of_time import Target
 
 
 @dataclass(frozen=True)

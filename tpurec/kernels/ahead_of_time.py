@@ -1,46 +1,58 @@
 """Compile for TPUs that are not there: libtpu's compiler against a topology description.
 
-The environment below must stand before libtpu loads, so import this module before anything asks jax for a TPU. The
-compiler's dumps are chosen when libtpu loads, too, so `tests.kernels.tools.bundles` compiles in a process of its own.
+Nothing runs; what comes back is whether a program is legal, and the compiler's count of its memory. libtpu reads its
+environment when it loads, so `prepare` must have been called before anything asks jax for a TPU.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
-_LIBTPU_ENVIRONMENT = {
+import jax
+import numpy as np
+
+from tpurec.topology.chips import Chip, chip
+
+# What libtpu asks of its surroundings; on a machine without a TPU it would wait for a metadata server.
+LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # do not ask a cloud metadata server who we are
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no lock file: several test processes may compile at once
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no lock file: several processes may compile at once
     "TPU_LOG_DIR": "disabled",
     "TPU_MIN_LOG_LEVEL": "3",
 }
-for _name, _value in _LIBTPU_ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
-
-from collections.abc import Callable, Sequence  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
-from functools import cache  # noqa: E402
-from typing import Any  # noqa: E402
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-
-from tpurec.topology.chips import Chip, chip  # noqa: E402
-
-jax.config.update("jax_platforms", "cpu")
 _SLICE = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "7x": "2x2x1"}
+
+
+def prepare() -> None:
+    """Set what libtpu asks of its environment, where nothing is set, and keep jax's own arrays on the CPU."""
+    for name, value in LIBTPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    jax.config.update("jax_platforms", "cpu")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a compiled program needs on its device, in bytes (`memory_analysis()`)."""
+    """What a compiled program needs on its device, in bytes (`memory_analysis()`).
+
+    Args:
+        argument_bytes: of all arguments.
+        output_bytes: of all results.
+        alias_bytes: of results that take over the memory of an argument.
+        temp_bytes: temporaries in HBM.
+        code_bytes: the program itself.
+    """
 
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
     temp_bytes: int
+    code_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -59,6 +71,7 @@ class Target:
         from jax.experimental import topologies
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+        prepare()
         self.chip: Chip = chip(name)
         topology = topologies.get_topology_desc(topology_name=f"{self.chip.libtpu_name}:{_SLICE[name]}", platform="tpu")
         self.mesh = Mesh(np.array(topology.devices[:1]), ("device",))
@@ -108,6 +121,7 @@ class Target:
             found.output_size_in_bytes,
             found.alias_size_in_bytes,
             found.temp_size_in_bytes,
+            found.generated_code_size_in_bytes,
         )
 
 

@@ -99,7 +99,7 @@ def _measure_steps(overrides: list[str], rounds: int) -> tuple[float, float, dic
     from pipelines.feed import DeviceFeed
     from pipelines.recipe import read_recipe
     from pipelines.source import find_data
-    from pipelines.step import TrainStep, torch_optimizer
+    from pipelines.step import EagerStep, torch_optimizer
     from pipelines.train_loop import Position, TrainLoop
     from tpurec.embeddings import to_torch
     from tpurec.models import build_model, table_optimizer
@@ -114,7 +114,7 @@ def _measure_steps(overrides: list[str], rounds: int) -> tuple[float, float, dic
     model = build_model(recipe.model, recipe.tables, source.data.schema, optimizer=optimizer)
     config = recipe.train
     loop = TrainLoop(
-        TrainStep(model, torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay)),
+        EagerStep(model, torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay)),
         config,
         recipe.tables.learning_rate,
         source.batches_per_epoch,

@@ -15,7 +15,7 @@ from pipelines.compiler import Compiler
 from pipelines.device import DeviceConfig
 from pipelines.feed import DeviceFeed, Feed
 from pipelines.shapes import StaticFeed
-from pipelines.step import DenseOptimizer, ReduceGradients, TrainStep, torch_optimizer
+from pipelines.step import DenseOptimizer, EagerStep, ReduceGradients, TrainStep, torch_optimizer
 from pipelines.tensor_step import TensorStep
 from pipelines.tpu import start_tpu
 from tpurec.embeddings import TorchBatch
@@ -102,13 +102,13 @@ class Execution:
         Args:
             model: as `place` gave it.
             config: optimizer, learning rate and weight decay of the dense part.
-            reduce_gradients: as of `TrainStep`.
+            reduce_gradients: as of `EagerStep`.
 
         Returns:
             The step.
         """
         optimizer = torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay)
-        return TrainStep(model, optimizer, reduce_gradients)
+        return EagerStep(model, optimizer, reduce_gradients)
 
     def forward(self, model: nn.Module) -> Forward:
         """Make what scores batches.

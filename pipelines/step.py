@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -15,23 +16,65 @@ DenseOptimizer = Literal["adam", "adagrad", "sgd"]
 ReduceGradients = Callable[[list[Tensor]], None]
 
 
-class TrainStep:
+class TrainStep(ABC):
     """Model, dense optimizer and learning rates; called once a batch.
 
-    Args:
+    Attributes:
         model: `forward(dense, kjt) -> logits [B]`; its tables are fused collections.
-        dense_optimizer: of all other parameters, as `torch_optimizer` makes it.
+        device: where batches have to be, and where losses are.
+        compiled: whether the last call compiled a program, and waited for it.
+
+    Example:
+        >>> step = EagerStep(model, torch_optimizer(model, "adam", 1e-3, 0.0))
+        >>> step.set_learning_rates(dense=1e-3, tables=0.05)
+        >>> loss = step(to_torch(packed), int(packed.valid.sum()))
+    """
+
+    model: nn.Module
+    device: torch.device
+    compiled: bool = False
+
+    @abstractmethod
+    def set_learning_rates(self, dense: float, tables: float) -> None:
+        """Set the learning rates of the following steps.
+
+        Args:
+            dense: of the dense parameters, >= 0.
+            tables: of the tables, >= 0.
+        """
+
+    @abstractmethod
+    def __call__(self, batch: TorchBatch, loss_scale_rows: int) -> Tensor:
+        """Do one step.
+
+        Args:
+            batch: this worker's rows, on `device`.
+            loss_scale_rows: labelled rows of the batch, over all workers: what the sum of the rows' losses is divided
+                by. 0 counts as 1.
+
+        Returns:
+            float32 scalar on `device`, detached: the mean log loss over the labelled rows (over those of all workers,
+            if gradients are reduced); 0 if there are none. Reading it waits for the step.
+        """
+
+    @abstractmethod
+    def optimizer_state(self) -> Mapping[str, Tensor]:
+        """The state of the dense optimizer, for checkpoints; loading is writing into these tensors.
+
+        Returns:
+            `PARAMETER.STATE` to tensor, such as `over_arch.model.0.weight.exp_avg`.
+        """
+
+
+class EagerStep(TrainStep):
+    """Operations run as they are called, on the CPU.
+
+    Args:
+        model: as of `TrainStep`.
+        dense_optimizer: of all parameters but the tables, as `torch_optimizer` makes it.
         reduce_gradients: called between the backward pass and the dense optimizer's step with the gradients of the
             dense parameters, in the order of `named_dense_parameters`, and the loss at the end; it sums each of them
             over the workers, in place. None for one worker.
-
-    Attributes:
-        compiled: whether the last call compiled a program.
-
-    Example:
-        >>> step = TrainStep(model, torch_optimizer(model, "adam", 1e-3, 0.0))
-        >>> step.set_learning_rates(dense=1e-3, tables=0.05)
-        >>> loss = step(to_torch(packed), int(packed.valid.sum()))
     """
 
     def __init__(
@@ -43,33 +86,17 @@ class TrainStep:
         self.model = model
         self.dense_optimizer = dense_optimizer
         self.device = torch.device("cpu")
-        self.compiled = False
         self._reduce_gradients = reduce_gradients
         _make_state(dense_optimizer)
 
     def set_learning_rates(self, dense: float, tables: float) -> None:
-        """Set the learning rates of the following steps.
-
-        Args:
-            dense: of the dense parameters, >= 0.
-            tables: of the tables, >= 0.
-        """
+        """As `TrainStep.set_learning_rates`."""
         for group in self.dense_optimizer.param_groups:
             group["lr"] = dense
         set_learning_rate(self.model, tables)
 
     def __call__(self, batch: TorchBatch, loss_scale_rows: int) -> Tensor:
-        """Do one step.
-
-        Args:
-            batch: this worker's rows, on `self.device`.
-            loss_scale_rows: labelled rows of the batch, over all workers: what the sum of the rows' losses is divided
-                by. 0 counts as 1.
-
-        Returns:
-            float32 scalar on `self.device`, detached: the mean log loss over the labelled rows (with
-            `reduce_gradients` over those of all workers); 0 if there are none. Reading it waits for the step.
-        """
+        """As `TrainStep.__call__`."""
         logits = self.model(batch.dense, batch.features)
         loss = masked_log_loss(logits, batch.labels, batch.valid, torch.tensor(float(max(loss_scale_rows, 1))))
         self.dense_optimizer.zero_grad(set_to_none=True)
@@ -82,11 +109,7 @@ class TrainStep:
         return loss
 
     def optimizer_state(self) -> Mapping[str, Tensor]:
-        """The state of the dense optimizer, for checkpoints; loading is writing into these tensors.
-
-        Returns:
-            `PARAMETER.STATE` to tensor, such as `over_arch.model.0.weight.exp_avg`.
-        """
+        """As `TrainStep.optimizer_state`."""
         return {
             f"{name}.{key}": value
             for name, parameter in named_dense_parameters(self.model)

@@ -28,7 +28,7 @@ class TensorStep(TrainStep):
         weight_decay: of the dense part.
         compiler: compiles the function; None to call it as it is.
         compilations: where programs are recorded; None to record none.
-        reduce_gradients: as of `TrainStep`.
+        reduce_gradients: as of `EagerStep`.
     """
 
     def __init__(

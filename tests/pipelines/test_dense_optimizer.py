@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipelines.dense_optimizer import TensorOptimizer
-from pipelines.step import TrainStep, torch_optimizer
+from pipelines.step import EagerStep, torch_optimizer
 
 KINDS = {"adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 
@@ -46,7 +46,7 @@ def test_the_state_has_the_names_shapes_and_dtypes_of_torch_optim(kind):
     """So a checkpoint moves between execution modes."""
     model = two_layers(torch.float32)
     tensors = ours(model, kind, 0.0).state()
-    eager = TrainStep(model, torch_optimizer(model, kind, 0.1, 0.0)).optimizer_state()
+    eager = EagerStep(model, torch_optimizer(model, kind, 0.1, 0.0)).optimizer_state()
     assert {name: (value.shape, value.dtype) for name, value in tensors.items()} == {
         name: (value.shape, value.dtype) for name, value in eager.items()
     }
@@ -55,7 +55,7 @@ def test_the_state_has_the_names_shapes_and_dtypes_of_torch_optim(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_that_torch_optim_left_is_gone_on_with(kind):
     eager_model = two_layers(torch.float64)
-    eager = TrainStep(eager_model, torch_optimizer(eager_model, kind, 0.1, 0.0))
+    eager = EagerStep(eager_model, torch_optimizer(eager_model, kind, 0.1, 0.0))
     generator = torch.Generator().manual_seed(1)
     gradients = [
         {name: torch.randn(value.shape, generator=generator, dtype=value.dtype) for name, value in named}

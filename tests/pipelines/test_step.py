@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipelines.feed import DeviceFeed
-from pipelines.step import TrainStep, torch_optimizer
+from pipelines.step import EagerStep, torch_optimizer
 from pipelines.train_loop import Callbacks, Position, TrainConfig, TrainLoop
 from pipelines.training_state import TrainingState
 from tests.pipelines.test_train_loop import LADDER, a_model, a_step, batches, same, weights
@@ -25,7 +25,7 @@ def test_the_losses_of_shares_add_up_to_the_loss_of_the_batch_and_their_gradient
 
     sums = []
     for rank, model in enumerate(shares):
-        step = TrainStep(model, torch_optimizer(model, "sgd", 0.01, 0.0), lambda tensors: sums.append(tensors))
+        step = EagerStep(model, torch_optimizer(model, "sgd", 0.01, 0.0), lambda tensors: sums.append(tensors))
         step(to_torch(packed.slice_rank(rank, 2, LADDER)), labelled)
     totals = [sum(pair) for pair in zip(*sums, strict=True)]
     torch.testing.assert_close(totals[-1], expected, rtol=1e-6, atol=0)
@@ -42,7 +42,7 @@ def test_what_the_hook_writes_is_what_the_optimizer_takes_and_the_loss_that_is_r
         for tensor in tensors:
             tensor.zero_()
 
-    step = TrainStep(model, torch_optimizer(model, "sgd", 0.01, 0.0), zero)
+    step = EagerStep(model, torch_optimizer(model, "sgd", 0.01, 0.0), zero)
     packed = batches(1)[0].packed
     assert step(to_torch(packed), 32).item() == 0
     dense = {name for name, _ in model.named_parameters() if "embedding_bags" not in name}
@@ -83,7 +83,7 @@ def test_making_the_state_beforehand_changes_no_bit(optimizer):
     for model in (plain, prepared):
         model.weight.data.copy_(start)
     theirs = kinds[optimizer](plain.parameters(), lr=0.1, weight_decay=0.3)
-    ours = TrainStep(prepared, torch_optimizer(prepared, optimizer, 0.1, 0.3)).dense_optimizer
+    ours = EagerStep(prepared, torch_optimizer(prepared, optimizer, 0.1, 0.3)).dense_optimizer
     for number in range(3):
         for model, stepper in ((plain, theirs), (prepared, ours)):
             model.weight.grad = start * number + 1
@@ -91,7 +91,7 @@ def test_making_the_state_beforehand_changes_no_bit(optimizer):
         assert torch.equal(plain.weight, prepared.weight)
 
 
-class Elsewhere(TrainStep):
+class Elsewhere(EagerStep):
     """A step whose device works while the host goes on, as far as the loop can tell; counts what was read."""
 
     read = 0

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pipelines.evaluation import evaluate
 from pipelines.feed import DeviceFeed
 from pipelines.reading import SourceBatch
-from pipelines.step import TrainStep, masked_log_loss, torch_optimizer
+from pipelines.step import EagerStep, masked_log_loss, torch_optimizer
 from pipelines.train_loop import (
     Callbacks,
     Position,
@@ -43,7 +43,7 @@ def batches(count: int, rows: int = 32, seed: int = 0) -> list[SourceBatch]:
 
 
 def a_step(model, config):
-    return TrainStep(model, torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay))
+    return EagerStep(model, torch_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay))
 
 
 def a_loop(model, config=None, batches_per_epoch=10, every=1000, rate=0.1, step=None):

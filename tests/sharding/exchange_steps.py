@@ -260,3 +260,59 @@ def ahead(rank: int, case: Case) -> bool:
             reducer.reduce()
         results.append(gathered(model))
     return all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def growing_batches(rank: int, case: Case) -> tuple[float, int]:
+    """Batches routed all at once: small, large, empty and small, each of another size on every rank."""
+    num_ranks = dist.get_world_size()
+    model, alone = shard(build(case), plan_of(case, num_ranks)), build(case)
+    router, jagged = BatchRouter(model), []
+    for number, (examples, most) in enumerate(((3, 1), (200 + 7 * rank, 60), (0, 1), (7 - rank, 3))):
+        rng = np.random.default_rng((number, rank))
+        lengths = [rng.integers(0, most + 1, examples) for _ in case.tables]
+        values = [rng.integers(0, table.rows, n.sum()) for table, n in zip(case.tables, lengths, strict=True)]
+        jagged.append(
+            KeyedJaggedTensor(
+                [f"f{table}_0" for table in range(len(case.tables))],
+                torch.from_numpy(np.concatenate(values)),
+                lengths=torch.from_numpy(np.concatenate(lengths)).int(),
+                stride=examples,
+            )
+        )
+    worst = 0.0
+    for batch, routed in zip(jagged, [router.prepare(batch) for batch in jagged], strict=True):
+        with torch.inference_mode():
+            found, wanted = model.embeddings(routed.features).values(), alone.embeddings(batch).values()
+        assert found.shape == wanted.shape
+        worst = max(worst, (found - wanted).abs().max().item() if found.numel() else 0.0)
+    return worst, router.stats.programs
+
+
+def frozen_tables(rank: int, case: Case) -> bool:
+    """Tables whose weights require no gradient; whether they keep their bits."""
+    unsharded_model = build(case)
+    for weight in unsharded_model.embeddings.parameters():
+        weight.requires_grad_(False)
+    num_ranks = dist.get_world_size()
+    model = shard(unsharded_model, plan_of(case, num_ranks))
+    router, reducer, before = BatchRouter(model), dense_gradient_reducer(model), gathered(model)
+    for batch in batches_of(case):
+        routed = router.prepare(batch.part(*cut(case, rank, num_ranks)).jagged(case.weighted))
+        (model.embeddings(routed.features).values() ** 2).sum().backward()
+        reducer.reduce()
+    after = gathered(model)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def one_batch_twice(rank: int, case: Case) -> float:
+    """A routed batch that is trained on twice."""
+    num_ranks = dist.get_world_size()
+    model, alone = shard(build(case), plan_of(case, num_ranks)), build(case)
+    batch = batches_of(case)[0]
+    begin, end = cut(case, rank, num_ranks)
+    routed = BatchRouter(model).prepare(batch.part(begin, end).jagged(False))
+    for _ in range(2):
+        (model.embeddings(routed.features).values() ** 2).sum().backward()
+        (alone.embeddings(batch.jagged(False)).values() ** 2).sum().backward()
+    found = model.embeddings(routed.features).values()
+    return (found - alone.embeddings(batch.jagged(False)).values()[begin:end]).abs().max().item()

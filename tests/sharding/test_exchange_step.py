@@ -122,6 +122,22 @@ def test_a_forgotten_reduction_is_named(world: World) -> None:
         assert "reduce()" in answer
 
 
+def test_batches_of_any_size_follow_each_other(world: World) -> None:
+    tables = (Table(1000, 8, "unique_rows"), Table(500, 8, "partial_pools"), Table(300, 16, "table_wise"))
+    for worst, programs in world.run(exchange_steps.growing_batches, Case((*tables, Table(9, 8, "data_parallel")))):
+        assert worst < 1e-5
+        assert programs <= 4
+
+
+def test_frozen_tables_keep_their_bits(world: World) -> None:
+    assert all(world.run(exchange_steps.frozen_tables, Case(MIXTURE, "rowwise_decay", weighted=True, steps=2)))
+
+
+def test_a_routed_batch_may_be_used_again(world: World) -> None:
+    case = Case((Table(50, 8, "unique_rows", (2,)), Table(50, 8, "table_wise", (2,))), double=True, steps=1)
+    assert max(world.run(exchange_steps.one_batch_twice, case)) < 1e-10
+
+
 def test_one_rank_trains_to_the_bit_as_unsharded() -> None:
     case = Case(tables_of("table_wise"), "rowwise_adagrad", weighted=True)
     with deferred_tables():

@@ -18,6 +18,7 @@ from examples.sequence import prepare as sequence_data
 from examples.sequence.model import next_item
 from examples.two_tower import prepare as two_tower_data
 from tests.examples.test_movielens import tiny  # noqa: F401 - a fixture
+from tpurec.bundle.weights import split_state, table_name
 from tpurec.embeddings import FusedEmbeddingCollection
 from tpurec.errors import ConfigError
 from tpurec.features import Schema
@@ -127,6 +128,15 @@ def test_the_sequence_model_sees_order_and_length_but_not_beyond_its_window():
     for one, other in ((0, 1), (0, 2), (2, 3)):
         assert not torch.allclose(vectors[one], vectors[other])
     assert torch.equal(vectors[4], vectors[5]) and vectors.isfinite().all()
+
+
+def test_a_bundle_has_the_sequence_models_table_as_a_table():
+    """And a module that only bears the name of one stays with the other weights."""
+    model = _next_item()
+    model.embeddings = torch.nn.ModuleDict({"own": torch.nn.Linear(2, 2)})
+    others, tables = split_state(model)
+    assert {key: table_name(key) for key in tables} == {"items.embeddings.item.weight": "item"}
+    assert "embeddings.own.weight" in others and "positions" in others
 
 
 def test_models_name_what_they_cannot_be_built_from():

@@ -12,8 +12,8 @@ from tpurec.bundle.manifest import DENSE, BundleError, Manifest
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# TorchRec's name of a table's weights in a state_dict.
-_TABLE_KEY = re.compile(r"(?:^|\.)embedding_bags\.([^.]+)\.weight$")
+# TorchRec's names of a table's weights in a state_dict: of pooled and of unpooled lookups.
+_TABLE_KEY = re.compile(r"^(?:(.*)\.)?(?:embedding_bags|(embeddings))\.([^.]+)\.weight$")
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -26,8 +26,15 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]
         Weights and buffers that belong to no embedding collection, and the tables; both by state_dict key, the tensors
         being views of the model's own.
     """
-    state = model.state_dict()
-    tables = {key: state.pop(key) for key in list(state) if _TABLE_KEY.search(key)}
+    from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
+
+    # Others may call a module `embeddings`, too.
+    unpooled = {path for path, module in model.named_modules() if isinstance(module, EmbeddingCollectionInterface)}
+    state, tables = model.state_dict(), {}
+    for key in list(state):
+        found = _TABLE_KEY.match(key)
+        if found and (found[2] is None or (found[1] or "") in unpooled):
+            tables[key] = state.pop(key)
     return state, tables
 
 
@@ -40,7 +47,7 @@ def table_name(key: str) -> str:
     Returns:
         The table's name.
     """
-    return _TABLE_KEY.search(key).group(1)
+    return _TABLE_KEY.match(key).group(3)
 
 
 def load_weights(model: nn.Module, folder: Path, manifest: Manifest) -> None:

@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from tests.sharding import exchange_steps
-from tests.sharding.exchange_cases import Case, Table, batches_of, build, loss_sum, plan_of, unsharded
-from tests.sharding.test_exchange import MIXTURE, tables_of
+from tests.sharding.exchange_cases import Case, Table, unsharded
+from tests.sharding.test_exchange import MIXTURE
 from tests.sharding.world import World
-from tpurec.embeddings import FusedEmbeddingBagCollection, deferred_tables
-from tpurec.embeddings.fuse import fused_optimizer_state_dict
-from tpurec.sharding.batch_router import BatchRouter
-from tpurec.sharding.dense_parallel import dense_gradient_reducer
-from tpurec.sharding.modules import shard
-from tpurec.sharding.routing import rung
 
 pytestmark = pytest.mark.multiprocess
 
@@ -57,12 +51,6 @@ def test_deferred_tables_start_as_the_unsharded_model_does(world: World, double:
         assert tensors.keys() == wanted.keys()
         for name, tensor in wanted.items():
             assert torch.equal(tensors[name].double(), tensor.double()), name
-
-
-def test_deferred_tables_hold_nothing_until_they_are_sharded() -> None:
-    with deferred_tables():
-        model = build(Case(MIXTURE))
-    assert all(weight.device.type == "meta" for weight in model.embeddings.parameters())
 
 
 def test_a_trained_model_keeps_weights_and_optimizer_state(world: World) -> None:
@@ -136,34 +124,3 @@ def test_frozen_tables_keep_their_bits(world: World) -> None:
 def test_a_routed_batch_may_be_used_again(world: World) -> None:
     case = Case((Table(50, 8, "unique_rows", (2,)), Table(50, 8, "table_wise", (2,))), double=True, steps=1)
     assert max(world.run(exchange_steps.one_batch_twice, case)) < 1e-10
-
-
-def test_one_rank_trains_to_the_bit_as_unsharded() -> None:
-    case = Case(tables_of("table_wise"), "rowwise_adagrad", weighted=True)
-    with deferred_tables():
-        model = build(case)
-    model = shard(model, plan_of(case, 1))
-    assert isinstance(model.embeddings, FusedEmbeddingBagCollection)
-    router, reducer = BatchRouter(model), dense_gradient_reducer(model)
-    dense = torch.optim.SGD([*model.hidden.parameters(), *model.out.parameters()], lr=0.1)
-    losses = []
-    for batch in batches_of(case):
-        routed = router.prepare(batch.packed(True, case.batch_size))
-        total = loss_sum(model, routed.dense, routed.features, routed.labels, routed.valid)
-        loss = total / routed.num_labelled_global
-        dense.zero_grad()
-        loss.backward()
-        reducer.reduce()
-        dense.step()
-        losses.append(loss.item())
-    wanted = unsharded(case)
-    assert losses == wanted["losses"]
-    found = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    found |= {f"optimizer.{name}": tensor for name, tensor in fused_optimizer_state_dict(model).items()}
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted["tensors"].items())
-
-
-def test_a_rung_holds_its_count_and_pads_little() -> None:
-    for count in [*range(600), 10_000, 65_537, 10**6 + 1]:
-        assert count <= rung(count) <= max(count + 7, count * 17 / 16)
-    assert len({rung(count) for count in range(1024, 2049)}) <= 34

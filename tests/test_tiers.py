@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -34,3 +35,25 @@ def test_an_unknown_tier_is_a_usage_error():
         [sys.executable, "-m", "tests.tiers", "nosuch"], cwd=tiers.ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and "unknown tiers: nosuch" in done.stderr
+
+
+def test_all_tiers_but_slow_are_in_a_round_once():
+    planned = [tier for lanes in tiers.ROUNDS for lane in lanes for tier in lane]
+    assert sorted([*planned, "slow"]) == sorted(tiers.BUDGETS)
+
+
+def test_lanes_run_side_by_side_and_a_lane_in_order(monkeypatch):
+    both_started = threading.Barrier(2, timeout=20)
+    order = []
+
+    def run(tier, live):
+        if tier != "third":
+            both_started.wait()
+        order.append((tier, live))
+        return tiers.Outcome(tier, 0.0, 0)
+
+    monkeypatch.setattr(tiers, "run_tier", run)
+    outcomes = tiers.run_round((("first",), ("second", "third")))
+    assert [outcome.tier for outcome in outcomes] == ["first", "second", "third"]
+    assert order[-1] == ("third", False)
+    assert ("first", True) in order

@@ -1,7 +1,10 @@
 """Run the test tiers, each in its own process with a time budget; say what was skipped and why, and what needs a TPU.
 
 python -m tests.tiers              all tiers but `slow`
-python -m tests.tiers default ray  only these
+python -m tests.tiers default ray  only these, one after the other
+
+All tiers together run in rounds: those of a round side by side, because one alone leaves a core idle; tiers that start
+processes of their own, or that something waits for, have their round to themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +36,8 @@ BUDGETS = {
     "emulated": 480,
     "slow": 7200,
 }
+# Each round's tiers are lanes that run side by side.
+ROUNDS = ((("default",), ("emulated",)), (("compile",), ("interpret", "browser")), (("multiprocess", "ray"),))
 STOP_FACTOR = 2
 STOPPED = 124
 NO_TESTS = 5  # pytest's exit code for "nothing collected"
@@ -47,11 +54,12 @@ class Outcome:
     skips: Counter = field(default_factory=Counter)
 
 
-def run_tier(tier: str) -> Outcome:
+def run_tier(tier: str, live: bool = True) -> Outcome:
     """Run one tier under its budget.
 
     Args:
         tier: `default` or a marker of `SPECIAL`.
+        live: print what it prints at once; else when it is done, in one piece.
 
     Returns:
         Its outcome; code `STOPPED` if it was stopped.
@@ -63,16 +71,42 @@ def run_tier(tier: str) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression, f"--junitxml={report}"]
-        print(f"\n=== tier {tier}: budget {BUDGETS[tier]} s", flush=True)
+        spool = None if live else (Path(folder) / "output.txt").open("w+", encoding="utf-8", errors="replace")
+        title = f"\n=== tier {tier}: budget {BUDGETS[tier]} s"
+        print(title + ("" if live else ", side by side; its output comes when it is done"), flush=True)
         try:
-            code = subprocess.run(command, cwd=ROOT, timeout=STOP_FACTOR * BUDGETS[tier], check=False).returncode
+            limit = STOP_FACTOR * BUDGETS[tier]
+            code = subprocess.run(
+                command, cwd=ROOT, timeout=limit, check=False, stdout=spool, stderr=subprocess.STDOUT if spool else None
+            ).returncode
         except subprocess.TimeoutExpired:
             print(f"tier {tier} was stopped at {STOP_FACTOR} x its budget of {BUDGETS[tier]} s", flush=True)
             code = STOPPED
+        if spool is not None:
+            with spool:
+                spool.seek(0)
+                print(f"\n=== output of tier {tier}\n{spool.read()}", flush=True)
         outcome = Outcome(tier, time.monotonic() - started, code)
         if report.exists():
             _read_report(report, outcome)
     return outcome
+
+
+def run_round(lanes: Sequence[Sequence[str]]) -> list[Outcome]:
+    """Run lanes side by side, the tiers of each one after the other.
+
+    Args:
+        lanes: names of tiers; the first lane's output is printed as it comes.
+
+    Returns:
+        The outcomes.
+    """
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        running = [
+            pool.submit(lambda lane, live: [run_tier(tier, live) for tier in lane], lane, number == 0)
+            for number, lane in enumerate(lanes)
+        ]
+        return [outcome for lane in running for outcome in lane.result()]
 
 
 def _read_report(report: Path, outcome: Outcome) -> None:
@@ -128,7 +162,9 @@ def main(tiers: list[str]) -> int:
     if unknown:
         print(f"unknown tiers: {', '.join(sorted(unknown))}; known: {', '.join(BUDGETS)}", file=sys.stderr)
         return 2
-    outcomes = [run_tier(tier) for tier in tiers or [name for name in BUDGETS if name != "slow"]]
+    started = time.monotonic()
+    rounds = ((tiers,),) if tiers else ROUNDS
+    outcomes = [outcome for lanes in rounds for outcome in run_round(lanes)]
     print("\n=== summary\ntier          seconds  budget  passed  failed  skipped")
     total: Counter = Counter()
     for outcome in outcomes:
@@ -144,7 +180,11 @@ def main(tiers: list[str]) -> int:
     print(f"\n=== not run on hardware ({HARDWARE_PAGE.relative_to(ROOT)} says what is known instead)")
     for claim, _, where in not_run_on_hardware(HARDWARE_PAGE.read_text(encoding="utf-8")):
         print(f"    {claim} (instead: {where})")
-    print(f"\n{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped", flush=True)
+    seconds = time.monotonic() - started
+    print(
+        f"\n{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped in {seconds:.0f} s",
+        flush=True,
+    )
     return 0 if all(outcome.code in (0, NO_TESTS) for outcome in outcomes) and total["passed"] else 1
 
 

@@ -127,7 +127,7 @@ def small_problems(count: int = SMALL_PROBLEMS) -> dict[str, float]:
             space = make_space(tables, slice_, batch, Assumptions())
             best = best_of_all(space, space.model.capacity_bytes)
             if best is not None:
-                found = search.search(space, tables, slice_, Assumptions(), None)
+                found = search.search(space, tables, slice_, Assumptions(), search.Clock(None))
                 above.append(100 * (found.cost.seconds / space.cost(best).seconds - 1))
     finally:
         search.is_small = enumerate_small

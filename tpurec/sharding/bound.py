@@ -17,6 +17,7 @@ dual bound is valid wherever it stops). With more, boxes of placements are told 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,26 +47,29 @@ class Bound:
     kind: str
 
 
-def lower_bound(space: Space, known_seconds: float, capacity_bytes: float) -> Bound:
+def lower_bound(
+    space: Space, known_seconds: float, capacity_bytes: float, out_of_time: Callable[[], bool] = lambda: False
+) -> Bound:
     """Prove how fast a plan can be at most.
 
     Args:
         space: the problem.
         known_seconds: step of a placement that fits.
         capacity_bytes: memory per rank.
+        out_of_time: asked between boxes; True ends the proof where it is.
 
     Returns:
         The bound, at most `known_seconds`.
     """
     if len(space.items) * space.model.num_ranks > _BOXED:
-        return _by_boxes(space, known_seconds, capacity_bytes, 0.0)
+        return _by_boxes(space, known_seconds, capacity_bytes, 0.0, out_of_time)
     root = _solve(_Program(space, known_seconds, capacity_bytes, _Case.of(space)))
     if known_seconds <= _LOOSE * root.seconds:
         return Bound(min(root.seconds, known_seconds), "linear program")
     if len(space.items) <= _MIXED_ITEMS:
         mixed = _solve(_Program(space, known_seconds, capacity_bytes, _Case.of(space)), whole=True)
         return Bound(min(max(mixed.seconds, root.seconds), known_seconds), "mixed program")
-    return _by_boxes(space, known_seconds, capacity_bytes, root.seconds)
+    return _by_boxes(space, known_seconds, capacity_bytes, root.seconds, out_of_time)
 
 
 def fractional_choices(space: Space, known_seconds: float) -> list[int] | None:
@@ -145,10 +149,10 @@ def _solve(program: _Program, whole: bool = False) -> _Answer:
     return _Answer(seconds, answer.x[:first], program, even, tops)
 
 
-def _by_boxes(space: Space, known: float, capacity: float, proven: float) -> Bound:
+def _by_boxes(space: Space, known: float, capacity: float, proven: float, out_of_time: Callable[[], bool]) -> Bound:
     for node in Boxes(space, known, capacity).explore(_BOXES):
         proven = max(proven, node.seconds)
-        if known <= _CLOSE * proven:
+        if known <= _CLOSE * proven or out_of_time():
             break
     return Bound(min(proven, known), "boxes")
 

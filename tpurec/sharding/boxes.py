@@ -8,6 +8,7 @@ and padding is at least that of the most ids. What remains couples items only th
     mean over ranks of part k  <=  its top s[k], between the ends of its range
     least ids  <=  ids that share the exchange  <=  most ids
     mean over ranks of bytes  <=  memory for tables
+    mean over ranks of the room that lumps of part k take  <=  1        (`tpurec/sharding/room.py`)
 
 With prices on these sums (Lagrange multipliers) every item takes its cheapest choice by itself, and the total is a
 lower bound for *any* prices, so nothing rests on a solver's tolerance: prices only have to be good, not optimal. A box
@@ -23,12 +24,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tpurec.sharding.room import BESIDE, FUNCTIONS, beside, common_unit, room_taken
 from tpurec.sharding.space import NUM_PARTS, Space
 
-_STEPS = 30  # evaluations of prices per box and side
+_STEPS = 60  # evaluations of prices per box and side
 _SIDES = 3
 _NEGLIGIBLE = 2e-4  # what a split has to be about, as a share of the step
 _DEAREST = 4.0  # highest price on a part's mean, in units of the part itself
+_TIGHT = 0.01  # room that a choice's lumps have to lack, as a share, for a row about it
+_MOST_CUTS = 16  # rows about room in one box
+_ROUNDS = 2  # of adding them
+
+
+Cut = tuple[int, int, int]  # a row about room: part, part in which others are counted, function
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Node:
         seconds: no placement in the box is faster.
         box: the box.
         prices: that give the bound.
+        cuts: rows about room that have a price.
         rows: per item, the row of its cheapest choice at these prices.
         tops: per column with lumps, what the bound counts for it.
     """
@@ -65,8 +74,20 @@ class Node:
     seconds: float
     box: Box
     prices: np.ndarray = field(repr=False)
+    cuts: tuple[Cut, ...] = field(repr=False)
     rows: np.ndarray = field(repr=False)
     tops: np.ndarray = field(repr=False)
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """Prices and what they prove; see Node. `value` is the bound less what is fixed, as a share of the known step."""
+
+    value: float
+    prices: np.ndarray
+    cuts: tuple[Cut, ...]
+    rows: np.ndarray
+    tops: np.ndarray
 
 
 class Boxes:
@@ -91,7 +112,11 @@ class Boxes:
         share = np.array([choice.copies for _, _, choice in every]) / ranks
         self._columns = np.flatnonzero(lump[:, :NUM_PARTS].any(axis=0))
         self._lump = lump[:, self._columns]
-        self._mean = self._lump * share[:, None] * unevenness
+        self._share = share
+        # Loads of such a part are multiples of a unit, too: its tops go from one multiple to the next.
+        self._unit = np.array([common_unit(column) for column in self._lump.T])
+        # Parts that come in few sizes are packed without waste; it is the others that are left uneven.
+        self._mean = self._lump * share[:, None] * np.where(self._unit > 0, 1.0, unevenness)
         uniform = np.array([choice.uniform for _, _, choice in every])
         padded = np.array([choice.padded for _, _, choice in every])
         self._uniform, self._padded = uniform[:, :NUM_PARTS].sum(axis=1), padded[:, :NUM_PARTS].sum(axis=1)
@@ -116,7 +141,8 @@ class Boxes:
         width = len(self._columns)
         everything = Box((0.0,) * width, (largest_lump,) * width, (), (), (0.0, pairs))
         queue: list[tuple[float, int, Node]] = []
-        count = self._push(queue, everything, np.append(np.full(width, 0.7), [0.0, 0.0]), 0.0, 0)
+        root = Node(0.0, everything, np.append(np.full(width, 0.7), [0.0, 0.0]), (), np.zeros(0, np.int64), np.zeros(0))
+        count = self._push(queue, everything, root, 0)
         while queue:
             yield queue[0][2]
             parts = self._split(queue[0][2]) if count + 2 <= most_boxes else None
@@ -124,8 +150,8 @@ class Boxes:
                 return
             _, _, worst = heapq.heappop(queue)
             for box in parts:
-                count = self._push(queue, box, worst.prices, worst.seconds, count)
-        yield Node(self.known_seconds, everything, np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0))
+                count = self._push(queue, box, worst, count)
+        yield replace(root, seconds=self.known_seconds)
 
     def picks(self, node: Node) -> list[int]:
         """The choices that a node's prices favour.
@@ -138,71 +164,131 @@ class Boxes:
         """
         return [int(number) for number in self._number[node.rows]]
 
-    def _push(
-        self, queue: list[tuple[float, int, Node]], box: Box, prices: np.ndarray, least: float, count: int
-    ) -> int:
-        node = self._bound(box, prices)
+    def promise(self, node: Node) -> float:
+        """Seconds of a step if the choices of a node spread evenly: the means or the largest lumps, if those are more.
+
+        Args:
+            node: of `explore`.
+
+        Returns:
+            Seconds; below what placing the choices will take.
+        """
+        rows, space = node.rows, self.space
+        mean, largest = self._mean[rows].sum(axis=0), self._lump[rows].max(axis=0)
+        tops = np.maximum(mean, largest)
+        step = np.where(self._unit > 0, self._unit, 1.0)
+        tops = np.where(self._unit > 0, step * np.ceil(tops / step - 1e-6), tops)
+        even = self._uniform[rows].sum() + space.padding(self._pairs[rows].sum()) * self._padded[rows].sum()
+        latency = space.latency @ self._flags[rows].any(axis=0)
+        return float(space.constant_seconds + latency + even + tops.sum())
+
+    def _push(self, queue: list[tuple[float, int, Node]], box: Box, above: Node, count: int) -> int:
+        node = self._bound(box, above)
         if node is not None and node.seconds < self.known_seconds:
-            heapq.heappush(queue, (max(least, node.seconds), count, replace(node, seconds=max(least, node.seconds))))
+            seconds = max(above.seconds, node.seconds)
+            heapq.heappush(queue, (seconds, count, replace(node, seconds=seconds)))
         return count + 1
 
-    def _bound(self, box: Box, prices: np.ndarray) -> Node | None:
-        """The best bound found for a box; None if no placement is in it."""
-        from scipy.optimize import minimize
-
-        space, known = self.space, self.known_seconds
+    def _bound(self, box: Box, above: Node) -> Node | None:
+        """The best bound found for a box, starting from the prices of the one it was cut from; None if it is empty."""
         absent = list(box.absent)
         kept = (self._lump <= np.array(box.most)).all(axis=1) & ~self._flags[:, absent].any(axis=1)
-        low, high = box.pairs
-        if high <= 0:
+        if box.pairs[1] <= 0:
             kept &= self._pairs <= 0
         rows = np.flatnonzero(kept)
         starts = np.flatnonzero(np.diff(self._item[rows], prepend=-1))
-        if len(starts) < len(space.items):
+        if len(starts) < len(self.space.items):
             return None
+        tops = np.array(box.least)
+        best = _Priced(-np.inf, above.prices, above.cuts, rows[starts], tops)
+        for _ in range(_ROUNDS + 1):
+            best = self._price(box, rows, starts, best)
+            cuts = tuple(cut for cut, _ in self._tight(best.rows, np.array(box.most), best.cuts))
+            if not cuts:
+                break
+            best = replace(best, cuts=best.cuts + cuts, prices=np.append(best.prices, np.zeros(len(cuts))))
+        priced = best.prices[len(self._columns) + 2 :] > 0
+        cuts = tuple(cut for cut, used in zip(best.cuts, priced, strict=True) if used)
+        prices = np.append(best.prices[: len(self._columns) + 2], best.prices[len(self._columns) + 2 :][priced])
+        fixed = self.space.constant_seconds + float(self.space.latency[list(box.due)].sum())
+        return Node(fixed + best.value * self.known_seconds, box, prices, cuts, best.rows, best.tops)
+
+    def _room(self, cut: Cut, rows: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """What the lumps of some choices take of a rank's room."""
+        column, other, function = cut
+        sizes = np.minimum(self._lump[rows, column] / most[column], 1.0)
+        if column == other:
+            return room_taken(sizes, function)
+        return beside(sizes, np.minimum(self._lump[rows, other] / most[other], 1.0), BESIDE[function])
+
+    def _tight(self, rows: np.ndarray, most: np.ndarray, known: tuple[Cut, ...]) -> list[tuple[Cut, float]]:
+        """Which rows about room some choices break the most, and the room they take."""
+        found: dict[tuple[int, int, float], Cut] = {}  # several functions may say the same
+        columns = np.flatnonzero(np.isfinite(most) & (most > 0)).tolist()
+        mean = {column: float(self._lump[rows, column] @ self._share[rows]) / most[column] for column in columns}
+        for column in columns:
+            for other in columns:
+                for function in range(len(FUNCTIONS if column == other else BESIDE)):
+                    cut = column, other, function
+                    taken = float(self._room(cut, rows, most) @ self._share[rows])
+                    if taken > max(1.0, mean[other]) + _TIGHT and cut not in known:
+                        found.setdefault((column, other, taken), cut)
+        order = sorted((-taken, cut) for (_, _, taken), cut in found.items())
+        return [(cut, -taken) for taken, cut in order[: _MOST_CUTS - len(known)]]
+
+    def _price(self, box: Box, rows: np.ndarray, starts: np.ndarray, best: _Priced) -> _Priced:
+        """Improve the prices of a box."""
+        from scipy.optimize import minimize
+
+        space, known = self.space, self.known_seconds
+        low, high = box.pairs
         sizes = np.diff(np.append(starts, len(rows)))
         even = (self._uniform[rows] + space.padding(high) * self._padded[rows]) / known
         scale = max(high, 1e-30)
         budget = self._budget if np.isfinite(self._budget) else 1e30
-        sums = np.column_stack([self._mean[rows] / known, self._pairs[rows] / scale, self._bytes[rows] / budget])
+        room = [self._room(cut, rows, np.array(box.most)) * self._share[rows] for cut in best.cuts]
+        sums = np.column_stack([self._mean[rows] / known, self._pairs[rows] / scale, self._bytes[rows] / budget, *room])
         width = len(self._columns)
         bottom, top = np.array(box.least) / known, np.minimum(np.array(box.most) / known, 1.0)
-        best: list[object] = [-np.inf, prices, rows[starts], bottom]
+        found = replace(best, value=-np.inf)
 
         def negative(at: np.ndarray) -> tuple[float, np.ndarray]:
+            nonlocal found
             cost = even + sums @ at
             cheapest = np.minimum.reduceat(cost, starts)
             first = _first_of(cost == np.repeat(cheapest, sizes), starts)
             left = 1.0 - at[:width]
             tops = np.where(left >= 0, bottom, top)
             ids = high / scale if at[width] >= 0 else low / scale
-            value = float(cheapest.sum() + left @ tops - at[width] * ids - at[width + 1])
-            slope = sums[first].sum(axis=0) - np.concatenate([tops, [ids, 1.0]])
-            if value > best[0]:
-                best[:] = [value, at.copy(), rows[first], np.maximum(slope[:width] + tops, bottom)]
+            value = float(cheapest.sum() + left @ tops - at[width] * ids - at[width + 1 :].sum())
+            slope = sums[first].sum(axis=0)
+            slope[:width] -= tops
+            slope[width] -= ids
+            slope[width + 1 :] -= 1.0
+            if value > found.value:
+                reached = np.maximum(slope[:width] + tops, bottom) * known
+                found = _Priced(value, at.copy(), best.cuts, rows[first], reached)
             return -value, -slope
 
         # Prices have kinks at 1 (a part between the ends of its range) and at 0 (ids between theirs), where a smooth
         # method stalls: it works on one side of each kink, and on the other side if the answer lies there.
-        over, sign = np.zeros(width, dtype=bool), 1.0 if prices[width] >= 0 else -1.0
+        over, sign = np.zeros(width, dtype=bool), 1.0 if best.prices[width] >= 0 else -1.0
         for _ in range(_SIDES):
             limits = [(1.0, _DEAREST) if beyond else (0.0, 1.0) for beyond in over]
-            limits += [(0.0, _DEAREST) if sign > 0 else (-_DEAREST, 0.0), (0.0, _DEAREST)]
-            start = np.clip(best[1], *np.array(limits).T)
+            limits += [(0.0, _DEAREST) if sign > 0 else (-_DEAREST, 0.0)] + [(0.0, _DEAREST)] * (1 + len(room))
+            start = np.clip(found.prices, *np.array(limits).T)
             minimize(negative, start, jac=True, method="L-BFGS-B", bounds=limits, options={"maxfun": _STEPS})
-            _, at, chosen, _ = best
-            mean, ids = self._mean[chosen].sum(axis=0) / known, float(self._pairs[chosen].sum())
+            mean, ids = self._mean[found.rows].sum(axis=0) / known, float(self._pairs[found.rows].sum())
+            at = found.prices
             beyond = np.where(at[:width] > 1, True, np.where(at[:width] < 1, False, mean > top * (1 + 1e-9)))
             side = sign if at[width] else (1.0 if ids > high else -1.0 if ids < low else sign)
             if side == sign and (beyond == over).all():
                 break
             over, sign = beyond, side
-        value, found, chosen, tops = best
-        fixed = space.constant_seconds + float(space.latency[list(box.due)].sum())
-        return Node(fixed + float(value) * known, box, found, chosen, tops * known)
+        return found
 
     def _split(self, node: Node) -> tuple[Box, Box] | None:
-        """Cut a box where its bound cheats most: a latency left open, lumps above the top, too little padding."""
+        """Cut a box where its bound cheats most: an open latency, lumps above or beside the top, too little padding."""
         space, box, rows = self.space, node.box, node.rows
         best, parts = _NEGLIGIBLE * self.known_seconds, None
         for bit in np.flatnonzero(self._flags[rows].any(axis=0)):
@@ -211,17 +297,9 @@ class Boxes:
                 best = float(space.latency[bit])
                 parts = replace(box, due=(*box.due, bit)), replace(box, absent=(*box.absent, bit))
         for column in range(len(self._columns)):
-            lumps = self._lump[rows, column]
-            above = np.sort(lumps[lumps > node.tops[column] * (1 + 1e-6)])
-            if not len(above):
-                continue
-            weight = np.cumsum(above)
-            threshold = float(above[np.searchsorted(weight, weight[-1] / 2)])
-            gain = threshold - float(node.tops[column])
-            if gain > best:
-                most, least = list(box.most), list(box.least)
-                most[column], least[column] = threshold * (1 - 1e-9), threshold
-                best, parts = gain, (replace(box, most=tuple(most)), replace(box, least=tuple(least)))
+            found = self._threshold(node, column)
+            if found is not None and found[0] > best:
+                best, parts = found[0], self._at(box, column, found[1])
         pairs, (low, high) = float(self._pairs[rows].sum()), box.pairs
         if pairs < high:
             missing = space.padding(max(pairs, low, 1e-9 * high)) - space.padding(high)
@@ -229,7 +307,57 @@ class Boxes:
             middle = float(np.sqrt(max(pairs, low, 1e-3 * high) * high))
             if gain > best and low < middle < high:
                 parts = replace(box, pairs=(low, middle)), replace(box, pairs=(middle, high))
+        if parts is None:  # what is left is room: lumps that the tops could hold, but not side by side
+            for column in range(len(self._columns)):
+                found = self._lacking(node, column)
+                if found is not None and found[0] > best:
+                    best, parts = found[0], self._at(box, column, found[1])
         return parts
+
+    def _threshold(self, node: Node, column: int) -> tuple[float, float] | None:
+        """Where to cut the range of a part's largest load, and seconds to gain by it."""
+        top, most = float(node.tops[column]), node.box.most[column]
+        lumps = self._lump[node.rows, column]
+        above = np.sort(lumps[lumps > top * (1 + 1e-6)])
+        if len(above):
+            weight = np.cumsum(above)
+            threshold = float(above[np.searchsorted(weight, weight[-1] / 2)])
+
+            return threshold - top, threshold
+        unit = float(self._unit[column])
+        if unit and top > 0:
+            threshold = unit * np.ceil(top / unit - 1e-6)
+            if max(top, node.box.least[column]) < threshold * (1 - 1e-6) < most:
+                return threshold - top, threshold
+        return None
+
+    def _lacking(self, node: Node, column: int) -> tuple[float, float] | None:
+        """Where to cut the range of a part's largest load so that below it shards lack room, and seconds to gain."""
+        top, most, unit = float(node.tops[column]), node.box.most[column], float(self._unit[column])
+        if top <= 0:
+            return None
+        limits = np.array(node.box.most)
+        limits[column] = top
+        lack = [taken for cut, taken in self._tight(node.rows, limits, ()) if column in cut[:2]]
+        reach = min(most, top + self.known_seconds - node.seconds) - top
+        if not lack or reach <= 0:
+            return None
+        gain = min(lack[0] - 1, 0.5) * reach
+        threshold = top + max(unit, reach / 2)
+        if unit:
+            threshold = unit * np.rint(threshold / unit)
+        return (gain, threshold) if node.box.least[column] * (1 + 1e-6) < threshold < most else None
+
+    def _at(self, box: Box, column: int, threshold: float) -> tuple[Box, Box]:
+        """The box below and from a threshold on; ends at multiples of the unit if there is one."""
+        unit = float(self._unit[column])
+        below, since = threshold * (1 - 1e-9), threshold
+        if unit:
+            since = unit * np.ceil(threshold / unit - 1e-6)
+            below = since - unit * (1 - 1e-6)
+        most, least = list(box.most), list(box.least)
+        most[column], least[column] = float(below), float(since) * (1 - 1e-9)
+        return replace(box, most=tuple(most)), replace(box, least=tuple(least))
 
 
 def _first_of(marked: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -82,7 +82,9 @@ def plan(
     answers: list[dict[str, Any]] = []
     with reporter.progress("plan", total=len(slices), unit="slices") as advance:
         for topology in slices:
-            found = make_plan(source.tables, topology, batch, source.assumptions, seconds)
+            found = make_plan(
+                source.tables, topology, batch, source.assumptions, seconds, lambda words: advance(0, words)
+            )
             answers.append(_priced(found.summary(), price_per_chip_hour))
             advance(1)
     if found.fits and out:

@@ -11,27 +11,66 @@ is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from tpurec.sharding.balance import balance
+from tpurec.sharding.board import Board, Options
 from tpurec.sharding.bound import fractional_choices
 from tpurec.sharding.boxes import Boxes
-from tpurec.sharding.costs import GROUP_PARTS, LATENCY_FLAGS, PARTS
-from tpurec.sharding.space import NUM_PARTS, Item, Placement, Space, State
+from tpurec.sharding.costs import GROUP_PARTS, PARTS
+from tpurec.sharding.space import NUM_PARTS, Placement, Space, State
+from tpurec.sharding.trade import trade
 
-_ENOUGH = 1e-9  # relative gain below which a move is noise
 _POWERS = (16,)  # powers of two: computed by squaring
 _IMPROVE_ALL = 300  # items x ranks up to which every start is improved
 _RELIEVE = 60_000  # items x ranks up to which uneven columns are relieved
 _RELIEF_ROUNDS = 12
 _BALANCE_POWERS = (16, 64)
-_MOST_MOVES = 4000
-_BOXED = 200_000  # items x ranks above which choices come from boxes, and loads are evened shard by shard
-_BOXES = 400
-_BOX_STARTS = 6
-_UNEVENNESS = 1.12  # of ranks, that many tables on many ranks leave
-_NO_RANKS = np.zeros(0, dtype=np.int64)
+_MOST_MOVES = 500  # of single shards, per power, while a start is built
+_MANY_ITEMS = 100  # from here on, on many ranks, choices come from boxes, and loads are evened shard by shard
+_MANY = 10_000  # items x ranks
+_REFINE_POWERS = (64, 256)
+_SETTLED = 5e-4  # relative gain of a cycle below which refining ends
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """How much a search among many items does.
+
+    Args:
+        unevenness: of ranks, that starts leave room for.
+        boxes: to tell apart, for each unevenness.
+        starts: to build, for each unevenness.
+        traded: starts whose tables trade places; how good a start is shows only then.
+        refined: of those, how many are refined to the end.
+        cycles: of refining, at most.
+    """
+
+    unevenness: tuple[float, ...]
+    boxes: int
+    starts: int
+    traded: int
+    refined: int
+    cycles: int
+
+
+_LARGE_EFFORT = _Effort((1.0, 1.06), 150, 5, 10, 3, 2)
+_HUGE_EFFORT = _Effort((1.06,), 300, 6, 6, 2, 1)
+_HUGE = 200_000  # items x ranks
+
+
+def has_many(space: Space) -> bool:
+    """Whether a problem is searched as one of many items on many ranks; depends on its shape only.
+
+    Args:
+        space: the problem.
+
+    Returns:
+        True if its choices come from boxes.
+    """
+    return len(space.items) >= _MANY_ITEMS and len(space.items) * space.model.num_ranks > _MANY
 
 
 class Packer:
@@ -41,16 +80,23 @@ class Packer:
         space: the problem.
         byte_price: seconds per byte with which memory counts.
         out_of_time: asked between moves; True ends the search.
+        tell: told now and then, in words, how far a long search is.
     """
 
-    def __init__(self, space: Space, byte_price: float, out_of_time: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        space: Space,
+        byte_price: float,
+        out_of_time: Callable[[], bool],
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> None:
         self.space = space
-        self.out_of_time = out_of_time
+        self.out_of_time, self.tell = out_of_time, tell
         self.byte_price = byte_price
         self.price = np.concatenate([np.ones(NUM_PARTS), np.full(space.num_columns - NUM_PARTS, byte_price)])
         lumps = [choice.lump for item in space.items for choice in item.choices]
         self.scale = np.maximum(np.max(lumps, axis=0), 1e-30)  # keeps powers of loads inside float64
-        self.options = [_Options(item) for item in space.items]
+        self.options = [Options(item) for item in space.items]
 
     def value(self, state: State) -> float:
         """What the search minimises in the end: seconds, with memory at its price.
@@ -81,10 +127,10 @@ class Packer:
             if choice.group:  # sums inside groups come in few sizes, powers of two: large before small packs them best
                 weight[position] += 1e3 * float(choice.lump[PARTS.index(GROUP_PARTS[choice.group])])
         order = sorted(range(len(picks)), key=lambda i: (chosen[i].group is None, -weight[i], i))
-        board, grouped = _Board(self, State(self.space), power), True
+        board, grouped = Board(self, State(self.space), power), True
         for item in order:
             if grouped and chosen[item].group is None:  # shards fill what the groups leave, so those are evened first
-                grouped, board = False, _Board(self, self.balance(board.state), power)
+                grouped, board = False, Board(self, self.balance(board.state), power)
             board.put(item, picks[item], board.best_ranks(item, picks[item]))
         return self.balance(board.state)
 
@@ -97,7 +143,7 @@ class Packer:
         Returns:
             A state with the same choices.
         """
-        if len(self.space.items) * self.space.model.num_ranks <= _BOXED:
+        if not has_many(self.space):
             return state
         for power in _BALANCE_POWERS:
             state = balance(state, self.price, power, _MOST_MOVES, self.out_of_time)
@@ -138,7 +184,7 @@ class Packer:
         """
         best, kept = self.value(state), state.placement()
         for power in (*powers, 0):
-            board = _Board(self, state, power)
+            board = Board(self, state, power)
             now = board.value()
             for _ in range(sweeps):
                 before = now
@@ -168,7 +214,8 @@ class Packer:
         """Start from several placements, improve the most promising ones (of small problems all), and keep the best.
 
         The starts: smallest lumps; what the linear program favours; least mean load under several limits on lumps; and,
-        because latencies fall only when the last table that causes them changes, no exchange at all.
+        because latencies fall only when the last table that causes them changes, no exchange at all. With many items on
+        many ranks the choices come from boxes instead.
 
         Args:
             limits: how many limits on lumps to try.
@@ -176,38 +223,83 @@ class Packer:
         Returns:
             A complete placement.
         """
+        if has_many(self.space):
+            return self._search_many().placement()
         smallest = self.construct(self.picks(0.0))
-        starts = {tuple(smallest.choice): smallest}
         high = max(float(self.price @ choice.lump) for item in self.space.items for choice in item.choices) + 1e-12
+        program = fractional_choices(self.space, self.value(smallest))
+        wanted = [] if program is None else [program]
+        wanted += [self.picks(float(limit)) for limit in np.geomspace(high / 1e3, high, limits)]
+        starts = self._starts(smallest, wanted + self._without_exchange())
         size = len(self.space.items) * self.space.model.num_ranks
-        program: list[int] | None = None
-        if size > _BOXED:
-            wanted = self._from_boxes(self.value(smallest))
-        else:
-            program = fractional_choices(self.space, self.value(smallest))
-            wanted = [] if program is None else [program]
-            wanted += [self.picks(float(limit)) for limit in np.geomspace(high / 1e3, high, limits)]
-        wanted += self._without_exchange()
-        for picks in wanted:
-            if tuple(picks) not in starts and not self.out_of_time():
-                starts[tuple(picks)] = self.construct(picks)
         if size > _IMPROVE_ALL:
             best_made = min(starts.values(), key=self.value)
             by_program = smallest if program is None else starts.get(tuple(program), smallest)
             chosen = {id(state): state for state in (smallest, by_program, best_made)}
         else:
             chosen = {id(state): state for state in starts.values()}
-        powers, sweeps = ((64,), 2) if size > _BOXED else (_POWERS, 6)  # balanced starts need less
-        best = min((self.improve(state, powers, sweeps) for state in chosen.values()), key=self.value)
-        small = len(self.space.items) * self.space.model.num_ranks <= _RELIEVE
-        return (self._relieve(best) if small else best).placement()
+        best = min((self.improve(state) for state in chosen.values()), key=self.value)
+        return (self._relieve(best) if size <= _RELIEVE else best).placement()
 
-    def _from_boxes(self, known_seconds: float) -> list[list[int]]:
-        """Choices of boxes with small bounds, from the first ones to the last, memory not counted."""
-        boxes = Boxes(self.space, known_seconds, float("inf"), _UNEVENNESS)
-        nodes = [node for node in boxes.explore(_BOXES) if node.seconds < known_seconds]
-        step = max(1, len(nodes) // _BOX_STARTS)
-        return [boxes.picks(node) for node in nodes[::-1][::step][:_BOX_STARTS]]
+    def _starts(self, smallest: State, wanted: list[list[int]]) -> dict[tuple[int, ...], State]:
+        """States by their choices."""
+        starts = {tuple(smallest.choice): smallest}
+        for picks in wanted:
+            if tuple(picks) not in starts and not self.out_of_time():
+                self.tell(f"building start {len(starts)} of {len(wanted)}")
+                starts[tuple(picks)] = self.construct(picks)
+        return starts
+
+    def _search_many(self) -> State:
+        """Refine the best of the starts that boxes give."""
+        huge = len(self.space.items) * self.space.model.num_ranks > _HUGE
+        effort = _HUGE_EFFORT if huge else _LARGE_EFFORT
+        smallest = self.construct(self.picks(0.0))
+        known = self.value(smallest)
+        wanted = [picks for share in effort.unevenness for picks in self._from_boxes(known, share, effort)]
+        built = sorted(self._starts(smallest, wanted + self._without_exchange()).values(), key=self.value)
+        traded = sorted((self._trade(state, _REFINE_POWERS[0]) for state in built[: effort.traded]), key=self.value)
+        return min((self.refine(state, effort.cycles) for state in traded[: effort.refined]), key=self.value)
+
+    def _trade(self, state: State, power: int) -> State:
+        moves = 2 * len(self.space.items)
+        state = trade(state, self.price, power, moves, self.out_of_time)
+        return balance(state, self.price, power, moves, self.out_of_time)
+
+    def refine(self, state: State, cycles: int) -> State:
+        """Trade, move and change in turn, until nothing helps; for many items on many ranks.
+
+        Args:
+            state: a complete state.
+            cycles: at most.
+
+        Returns:
+            The best state found.
+        """
+        best = state
+        for _ in range(cycles):
+            before = self.value(best)
+            for power in _REFINE_POWERS:
+                self.tell(f"refining a step of {1e3 * best.cost().seconds:.3f} ms")
+                state = self._trade(state, power)
+                best = min(best, state, key=self.value)
+                state = self.improve(State.of(self.space, state.placement()), (power,), 1)
+                best = min(best, state, key=self.value)
+            if self.value(best) > before * (1 - _SETTLED) or self.out_of_time():
+                break
+        return best
+
+    def _from_boxes(self, known_seconds: float, unevenness: float, effort: _Effort) -> list[list[int]]:
+        """Choices of the boxes that promise most, memory not counted."""
+        boxes = Boxes(self.space, known_seconds, float("inf"), unevenness)
+        found: dict[tuple[int, ...], float] = {}
+        for node in boxes.explore(effort.boxes):
+            self.tell("choosing shardings")
+            if self.out_of_time():
+                break
+            if node.seconds < known_seconds:
+                found[tuple(boxes.picks(node))] = boxes.promise(node)
+        return [list(picks) for picks in sorted(found, key=lambda picks: (found[picks], picks))[: effort.starts]]
 
     def _relieve(self, state: State, rounds: int = _RELIEF_ROUNDS) -> State:
         """Take large lumps out of unevenly loaded columns, all at once: one by one none of them would help.
@@ -246,7 +338,7 @@ class Packer:
         """The state with no lump of a column above a limit, improved."""
         items = self.space.items
         state = State.of(self.space, state.placement())
-        board = _Board(self, state, 16)
+        board = Board(self, state, 16)
         large = [i for i, item in enumerate(items) if item.choices[state.choice[i]].lump[column] > limit]
         allowed = {i: [n for n, choice in enumerate(items[i].choices) if choice.lump[column] <= limit] for i in large}
         large = [i for i in large if allowed[i]]
@@ -272,141 +364,3 @@ class Packer:
                 return []
             found.append(local[0])
         return [found]
-
-
-class _Board:
-    """A state, and per column a power mean of its loads (power 0: the maximum)."""
-
-    def __init__(self, packer: Packer, state: State, power: int) -> None:
-        self._packer, self.state, self._power = packer, state, power
-        self._ranks = packer.space.model.num_ranks
-        self._powered = self._raise(state.load / packer.scale)
-
-    def _raise(self, loads: np.ndarray) -> np.ndarray:
-        for _ in range(self._power.bit_length() - 1 if self._power else 0):
-            loads = loads * loads
-        return loads
-
-    def put(self, item: int, choice: int, ranks: np.ndarray) -> None:
-        """Place an item."""
-        self.state.put(item, choice, ranks)
-        self._refresh(ranks)
-
-    def take(self, item: int) -> tuple[int, np.ndarray]:
-        """Remove an item."""
-        found = self.state.take(item)
-        self._refresh(found[1])
-        return found
-
-    def _refresh(self, ranks: np.ndarray) -> None:
-        if len(ranks):
-            self._powered[ranks] = self._raise(np.maximum(self.state.load[ranks], 0.0) / self._packer.scale)
-
-    def _sums(self) -> np.ndarray:
-        return self._powered.sum(axis=0) if self._power else self._powered.max(axis=0)
-
-    def _means(self, sums: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return scale * (sums / self._ranks) ** (1 / self._power) if self._power else scale * sums
-
-    def value(self) -> float:
-        """Seconds, with power means for maxima and memory at its price."""
-        packer = self._packer
-        return self._total(self.state.even() + self._means(self._sums(), packer.scale), self.state.flags > 0)
-
-    def _total(self, columns: np.ndarray, flags: np.ndarray) -> float:
-        cost = self.state.total(columns, flags)
-        return cost.seconds + self._packer.byte_price * cost.bytes
-
-    def best_ranks(self, item: int, choice: int) -> np.ndarray:
-        """Where the lump of an item that is not placed raises the value least.
-
-        Args:
-            item: the item.
-            choice: its choice.
-
-        Returns:
-            int64 ranks, ascending; empty if all load is uniform.
-        """
-        packer, space = self._packer, self._packer.space
-        chosen = space.items[item].choices[choice]
-        if not chosen.copies:
-            return _NO_RANKS
-        pinned = space.items[item].pinned
-        if pinned is not None:
-            return np.array(sorted(pinned), dtype=np.int64)
-        columns = packer.options[item].columns[choice]
-        scale, price = packer.scale[columns], packer.price[columns]
-        loads = self.state.load[:, columns] / scale
-        after = self._raise(loads + chosen.lump[columns] / scale)
-        sums = self._sums()[columns]
-        members = space.groups[chosen.group] if chosen.group else None
-        if self._power:
-            added = after - self._powered[:, columns]
-            if members is not None:
-                added = added[members].sum(axis=1)
-            score = self._means(sums + added, scale) @ price
-        else:
-            if members is not None:
-                after = after[members].max(axis=1)
-                loads = loads[members].max(axis=1)
-            score = (np.maximum(after, sums) * scale) @ price + 1e-3 * ((loads * scale) @ price)
-        if members is not None:
-            return np.sort(members[int(np.argmin(score))]).astype(np.int64)
-        if chosen.copies == 1:
-            return np.array([int(np.argmin(score))], dtype=np.int64)
-        return np.sort(np.argsort(score, kind="stable")[: chosen.copies]).astype(np.int64)
-
-    def improve(self, item: int, best: float) -> float:
-        """Give an item the choice and ranks with the least value.
-
-        Args:
-            item: the item.
-            best: value of the present state.
-
-        Returns:
-            Value of the state after it.
-        """
-        old = self.take(item)
-        found = old
-        for choice in self._promising(item, best):
-            ranks = self.best_ranks(item, choice)
-            self.put(item, choice, ranks)
-            value = self.value()
-            self.take(item)
-            if value < best * (1 - _ENOUGH):
-                best, found = value, (choice, ranks)
-        self.put(item, *found)
-        return best
-
-    def _promising(self, item: int, best: float) -> list[int]:
-        """Choices that could beat `best` if their lump met no other load, most promising first."""
-        packer, space, state = self._packer, self._packer.space, self.state
-        many = packer.options[item]
-        lumps = self._raise(many.lump / packer.scale)
-        sums = self._sums()
-        alone = sums + many.copies[:, None] * lumps if self._power else np.maximum(sums, lumps)
-        padding = np.array([space.padding(state.pair_ids + pair) for pair in many.pair_ids])
-        even = state.uniform + many.uniform + padding[:, None] * (state.padded + many.padded)
-        columns = even + self._means(alone, packer.scale)
-        flags = (state.flags + many.flags) > 0
-        seconds = space.constant_seconds + columns[:, :NUM_PARTS].sum(axis=1) + flags @ space.latency
-        workspace = space.model.assume.workspace_bytes * (columns[:, NUM_PARTS:-1] > 0.5).sum(axis=1)
-        size = space.constant_bytes + columns[:, NUM_PARTS:].sum(axis=1) + workspace
-        values = seconds + packer.byte_price * size
-        order = np.argsort(values, kind="stable")
-        return [int(position) for position in order if values[position] < best * (1 - _ENOUGH)]
-
-
-class _Options:
-    """An item's choices as arrays, one row a choice."""
-
-    def __init__(self, item: Item) -> None:
-        choices = item.choices
-        self.uniform = np.array([choice.uniform for choice in choices])
-        self.padded = np.array([choice.padded for choice in choices])
-        self.lump = np.array([choice.lump for choice in choices])
-        self.copies = np.array([choice.copies for choice in choices])
-        self.pair_ids = [choice.pair_ids for choice in choices]
-        bits = np.arange(len(LATENCY_FLAGS))
-        self.flags = np.array([choice.flags >> bits & 1 for choice in choices])
-        self.columns = [np.flatnonzero(choice.lump) for choice in choices]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 
 from tpurec.errors import ConfigError
@@ -14,10 +14,12 @@ from tpurec.sharding.bound import lower_bound
 from tpurec.sharding.costs import CostModel
 from tpurec.sharding.plan import Estimates, Infeasible, PlacedTable, Plan, Problem
 from tpurec.sharding.remedies import find_remedies
-from tpurec.sharding.search import Found, search
+from tpurec.sharding.search import Clock, Found, search
 from tpurec.sharding.space import NUM_PARTS, Space
 from tpurec.sharding.tables import TableSpec, check_names
 from tpurec.topology.slices import SliceTopology
+
+_SEARCH = 0.7  # of `seconds`; the lower bound gets what is left
 
 
 def plan(
@@ -26,6 +28,7 @@ def plan(
     batch_size: int,
     assumptions: Assumptions | None = None,
     seconds: float | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Plan | Infeasible:
     """Shard tables over a slice so that the step of its slowest rank is short and every rank's memory suffices.
 
@@ -36,7 +39,8 @@ def plan(
         slice_: where: a slice or its name.
         batch_size: global examples per step; must divide evenly among the ranks.
         assumptions: by default all defaults (`read_tables` returns those of the file).
-        seconds: stop searching after this long and return the best plan so far; by default search to the end.
+        seconds: stop after about this long with the best plan and bound so far; by default search to the end.
+        tell: called now and then with a few words about how far the search is.
 
     Returns:
         A plan (`.fits` is True, `.summary()` has the keys of `tpurec plan --json`), or `Infeasible`.
@@ -52,18 +56,24 @@ def plan(
     begun = time.perf_counter()
     given = assumptions or Assumptions()
     slice_ = SliceTopology.parse(slice_) if isinstance(slice_, str) else slice_
-    answer = _plan_once(list(tables), slice_, batch_size, given, seconds)
+    answer = _plan_once(list(tables), slice_, batch_size, given, seconds, tell)
     if isinstance(answer, Infeasible):
         answer = _with_remedies(answer, list(tables), slice_, given, seconds)
     return dataclasses.replace(answer, plan_seconds=time.perf_counter() - begun)
 
 
 def _plan_once(
-    tables: list[TableSpec], slice_: SliceTopology, batch_size: int, given: Assumptions, seconds: float | None
+    tables: list[TableSpec],
+    slice_: SliceTopology,
+    batch_size: int,
+    given: Assumptions,
+    seconds: float | None,
+    tell: Callable[[str], None] | None = None,
 ) -> Plan | Infeasible:
+    searching, proving = Clock(None if seconds is None else _SEARCH * seconds, tell), Clock(seconds, tell)
     space = make_space(tables, slice_, batch_size, given)
     impossible = [found for table in tables for found in _alone_too_large(space, table)]
-    found = search(space, tables, slice_, given, seconds)
+    found = search(space, tables, slice_, given, searching)
     assembly = Assembly(space, found.placement)
     if not found.fits:
         problems = tuple(impossible) or (_all_too_large(space, found),)
@@ -81,7 +91,8 @@ def _plan_once(
     if found.optimal:
         proven, kind = found.cost.seconds, "enumeration"
     else:
-        bound = lower_bound(space, found.cost.seconds, space.model.capacity_bytes)
+        proving.tell("proving a lower bound")
+        bound = lower_bound(space, found.cost.seconds, space.model.capacity_bytes, proving)
         proven, kind = bound.seconds, bound.kind
     return Plan(
         slice=slice_.name,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tpurec.sharding.assumptions import Assumptions
 from tpurec.sharding.costs import CostModel
 from tpurec.sharding.exact import best_of_all, is_small
-from tpurec.sharding.packing import Packer
+from tpurec.sharding.packing import Packer, has_many
 from tpurec.sharding.space import Cost, Placement, Space, State
 from tpurec.sharding.tables import TableSpec
 from tpurec.topology.slices import SliceTopology
@@ -68,9 +68,7 @@ class Found:
     stopped_early: bool
 
 
-def search(
-    space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, given: Assumptions, seconds: float | None
-) -> Found:
+def search(space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, given: Assumptions, clock: Clock) -> Found:
     """Find a fast placement that fits.
 
     Args:
@@ -78,12 +76,11 @@ def search(
         tables: all tables.
         slice_: the slice.
         given: the caller's assumptions, None where the slice decides.
-        seconds: stop after this long; None to search to the end.
+        clock: ends the search.
 
     Returns:
         The best candidate.
     """
-    clock = _Clock(seconds)
     capacity = space.model.capacity_bytes
     if is_small(space):
         placement = best_of_all(space, capacity)
@@ -105,21 +102,30 @@ def search(
     return dataclasses.replace(best, stopped_early=clock.over)
 
 
-class _Clock:
-    def __init__(self, seconds: float | None) -> None:
+class Clock:
+    """Ends a search, and hears how far it is.
+
+    Args:
+        seconds: from now on; None to search to the end.
+        tell: told now and then, in words, how far the search is.
+    """
+
+    def __init__(self, seconds: float | None, tell: Callable[[str], None] | None = None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
+        self.tell = tell or (lambda words: None)
         self.over = False
 
     def __call__(self) -> bool:
+        """Whether time is over."""
         self.over = self.over or (self._end is not None and time.monotonic() > self._end)
         return self.over
 
 
 def _candidates(
-    space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, documented: Assumptions, clock: Callable[[], bool]
+    space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, documented: Assumptions, clock: Clock
 ) -> Iterator[tuple[Placement, bool]]:
     """Placements, and whether the rest can be skipped once one fits."""
-    large = len(tables) * slice_.num_ranks > _LARGE
+    large = has_many(space) or len(tables) * slice_.num_ranks > _LARGE
     afresh = len(tables) * slice_.num_ranks <= _AFRESH
     start: Placement | None = None
     for factor in _LINK_FACTORS[: 1 if large else None]:
@@ -138,10 +144,10 @@ def _memory(assume: Assumptions) -> dict[str, object]:
     return {name: getattr(assume, name) for name in ("hbm_bytes",)}
 
 
-def _chain(space: Space, start: Placement | None, clock: Callable[[], bool]) -> Iterator[Placement]:
+def _chain(space: Space, start: Placement | None, clock: Clock) -> Iterator[Placement]:
     """The fastest placement found for a space, then ever more compact ones, none of them faster than those before."""
     scale = space.constant_seconds / (space.constant_bytes + 1.0)
-    packer = Packer(space, scale * _TIE_PRICE, clock)
+    packer = Packer(space, scale * _TIE_PRICE, clock, clock.tell)
     state = State.of(space, packer.search()) if start is None else packer.improve(State.of(space, start))
     first = state.placement()
     yield first
@@ -159,7 +165,7 @@ def _chain(space: Space, start: Placement | None, clock: Callable[[], bool]) -> 
             yield placement
 
 
-def _compact(space: Space, clock: Callable[[], bool]) -> Placement:
+def _compact(space: Space, clock: Clock) -> Placement:
     """The placement with the least memory found; time only breaks ties."""
     packer = Packer(space, 1.0, clock)
     return packer.improve(packer.construct(packer.picks(0.0)), powers=()).placement()

@@ -54,7 +54,9 @@ def test_places_and_values_of_bags(shape, dtype):
         if case.used and case.lengths.size:  # FBGEMM numbers nothing otherwise
             theirs = fbgemm.offsets_range(torch.from_numpy(case.offsets), shape[2])
             assert np.array_equal(places(case.offsets, shape[2]), theirs), kind
-        per_bag = np.random.default_rng(1).integers(-(2**31), 2**31, case.lengths.size).astype(dtype)
+        per_bag = (
+            np.random.default_rng(1).integers(np.iinfo(dtype).min, np.iinfo(dtype).max, case.lengths.size).astype(dtype)
+        )
         found = of_segments(per_bag, case.offsets, shape[2])
         assert np.array_equal(found[: case.used], np.repeat(per_bag, case.lengths.reshape(-1))), kind
 

@@ -29,7 +29,7 @@ def check_ids(
     Args:
         ids_N: int32 or int64 `[N]`.
         offsets: integers `[F * B + 1]`, feature after feature, ascending; ids outside of them are capacity.
-        num_rows_F: integers `[F]`: num_embeddings of each feature's table.
+        num_rows_F: integers `[F]`: num_embeddings of each feature's table, below 2**31.
         policy: `error` or `skip`: -1 for an id without a row; `hash`: its row by `mix64`, which needs 64-bit arithmetic
             (`jax.enable_x64`).
         salt: of the hash, 0 to 2**64 - 1.
@@ -48,7 +48,7 @@ def check_ids(
     if num_ids == 0 or num_features == 0 or offsets.shape[0] == 1:
         return [jnp.full(num_ids, -1, jnp.int32), jnp.zeros(num_features, jnp.int32)]
     feature_offsets = positions(offsets[:: (offsets.shape[0] - 1) // num_features], num_ids)
-    size_N = of_segments(num_rows_F.astype(ids_N.dtype), feature_offsets, num_ids)
+    size_N = of_segments(num_rows_F.astype(jnp.int32), feature_offsets, num_ids)
     position_N = jnp.arange(num_ids, dtype=jnp.int32)
     inside_N = (position_N >= feature_offsets[0]) & (position_N < feature_offsets[-1])
     has_row_N = (ids_N >= 0) & (ids_N < size_N)
@@ -82,7 +82,7 @@ def fix_bounds(
         if feature_bags is None:
             feature_bags = jnp.arange(num_features + 1, dtype=jnp.int32) * (num_bags // num_features)
         feature_offsets = bounds[positions(feature_bags, num_bags)]
-        size_N = of_segments(num_rows_F.astype(ids_N.dtype), feature_offsets, num_ids)
+        size_N = of_segments(jnp.minimum(num_rows_F, 2**31 - 1).astype(jnp.int32), feature_offsets, num_ids)
         inside_N = jnp.arange(num_ids, dtype=jnp.int32) >= bounds[0]
         bad_N = inside_N & ((ids_N < -1) | (ids_N >= size_N))
         ids_N = jnp.where(bad_N, 0, ids_N)

@@ -84,6 +84,11 @@ def of_segments(value_S: jax.Array, offsets: jax.Array, num_values: int) -> jax.
     >>> of_segments(jnp.array([7, 8, 9]), jnp.array([0, 2, 2, 3]), 4).tolist()
     [7, 7, 9, 9]
     """
+    if value_S.dtype.itemsize == 8:
+        # Two sums of 32-bit words, each exact as it wraps: libtpu takes minutes to compile a long 64-bit one.
+        low = of_segments(value_S.astype(jnp.uint32), offsets, num_values).astype(jnp.uint64)
+        high = of_segments((value_S >> 32).astype(jnp.uint32), offsets, num_values).astype(jnp.uint64)
+        return (high << jnp.uint64(32) | low).astype(value_S.dtype)
     change_S = jnp.diff(value_S, prepend=jnp.zeros(1, value_S.dtype))
     begin_S = positions(offsets[:-1], num_values)
     change_N = jnp.zeros(num_values, value_S.dtype).at[begin_S].add(change_S, mode="drop")

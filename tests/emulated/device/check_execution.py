@@ -123,7 +123,7 @@ def tensors_of(step):
     return {name: value.detach().cpu().clone() for name, value in TrainingState(step)._tensors().items()}
 
 
-@pytest.mark.parametrize("kind", ["row_wise_adagrad", "adagrad", "sgd"])
+@pytest.mark.parametrize("kind", ["row_wise_adagrad", "adagrad", "sgd", "adam"])
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad"])
 def test_a_checkpoint_moves_between_cpu_and_tpu_to_the_bit(tmp_path, kind, optimizer):
     """Written on one, loaded on the other, written there, loaded back: every tensor is what it was."""

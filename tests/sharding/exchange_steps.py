@@ -21,7 +21,7 @@ from tests.sharding.exchange_cases import (
     loss_sum,
     plan_of,
 )
-from tpurec.embeddings import SGD, FusedEmbeddingBagCollection, deferred_tables
+from tpurec.embeddings import SGD, FusedEmbeddingBagCollection, deferred_tables, dense_gradients
 from tpurec.embeddings.fuse import fused_optimizer_state_dict
 from tpurec.errors import TpurecError
 from tpurec.sharding.batch_router import BatchRouter
@@ -316,3 +316,21 @@ def one_batch_twice(rank: int, case: Case) -> float:
         (alone.embeddings(batch.jagged(False)).values() ** 2).sum().backward()
     found = model.embeddings(routed.features).values()
     return (found - alone.embeddings(batch.jagged(False)).values()[begin:end]).abs().max().item()
+
+
+def by_function(rank: int, case: Case) -> dict:
+    """The backward pass as a function, which compiled steps use; what moved, and whether dense gradients came."""
+    num_ranks = dist.get_world_size()
+    model = shard(build(case), plan_of(case, num_ranks))
+    router, reducer, before = BatchRouter(model), dense_gradient_reducer(model), gathered(model)
+    for batch in batches_of(case):
+        mine = batch.part(*cut(case, rank, num_ranks))
+        routed = router.prepare(mine.packed(case.weighted, len(mine.labels)))
+        loss = loss_sum(model, routed.dense, routed.features, routed.labels, routed.valid)
+        gradients = dense_gradients(loss, model)
+        reducer.reduce()
+    after = gathered(model)
+    return {
+        "moved": all(not torch.equal(before[name], after[name]) for name in before),
+        "dense": sorted(gradients),
+    }

@@ -70,6 +70,12 @@ def test_dlrm_of_torchrec_runs_unchanged(world: World) -> None:
     assert max(world.run(exchange_steps.dlrm)) < 1e-6
 
 
+def test_the_backward_pass_as_a_function_trains_the_tables(world: World) -> None:
+    for answer in world.run(exchange_steps.by_function, Case(MIXTURE, steps=2)):
+        assert answer["moved"]
+        assert answer["dense"] == ["hidden.bias", "hidden.weight", "out.bias", "out.weight"]
+
+
 def test_ids_may_travel_ahead(world: World) -> None:
     assert all(world.run(exchange_steps.ahead, Case(MIXTURE, "rowwise_adagrad", weighted=True, steps=3)))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
-from tpurec.embeddings.fuse import fused_collections, named_dense_parameters
+from tpurec.embeddings.fuse import named_dense_parameters
 
 
 def dense_gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
@@ -17,7 +19,7 @@ def dense_gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
     Args:
         loss: scalar.
-        model: with fused collections.
+        model: with fused collections, or sharded ones.
 
     Returns:
         Parameter name to gradient; parameters that the loss does not depend on are left out.
@@ -32,7 +34,14 @@ def dense_gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
     """
     dense = {name: parameter for name, parameter in named_dense_parameters(model) if parameter.requires_grad}
     # Autograd runs only what leads to the tensors asked for: without these the tables would not be updated.
-    triggers = [collection.update_trigger() for _, collection in fused_collections(model)]
-    found = torch.autograd.grad(loss, [*dense.values(), *triggers], allow_unused=True)
+    triggers = {id(trigger): trigger for trigger in _update_triggers(model)}
+    found = torch.autograd.grad(loss, [*dense.values(), *triggers.values()], allow_unused=True)
     pairs = zip(dense, found[: len(dense)], strict=True)
     return {name: gradient for name, gradient in pairs if gradient is not None}
+
+
+def _update_triggers(model: nn.Module) -> Iterator[Tensor]:
+    """Those of fused collections and of sharded ones, which this layer does not know by type."""
+    for module in model.modules():
+        if hasattr(module, "update_trigger"):
+            yield module.update_trigger()

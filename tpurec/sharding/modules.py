@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
 
@@ -124,6 +124,14 @@ class ShardedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         if not 0 <= lr < float("inf"):
             raise ConfigError(f"learning rate {lr!r} must be a finite number >= 0.")
         self._exchange.learning_rates[self._number].fill_(lr)
+
+    def update_trigger(self) -> Tensor:
+        """The tensor whose gradient one has to ask of `torch.autograd.grad` so that the tables are updated.
+
+        Returns:
+            A scalar; its gradient is always None.
+        """
+        return self._exchange.hook
 
     def weight_pieces(self) -> list[TensorPiece]:
         """This rank's weights.

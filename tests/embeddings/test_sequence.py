@@ -200,6 +200,10 @@ def test_what_does_not_fit_is_named():
         FusedEmbeddingCollection(tables, SGD(lr=1.0))
     with pytest.raises(ConfigError, match="no tables"):
         FusedEmbeddingCollection([], SGD(lr=1.0))
+    with pytest.raises(DataError, match=r"missing \['embeddings.a.sum'\]; extra \['embedding_bags.a.sum'\]"):
+        FusedEmbeddingCollection(make_tables("one"), RowWiseAdagrad(lr=1.0)).load_optimizer_state_dict(
+            {"embedding_bags.a.sum": torch.zeros(40)}
+        )
     pooled = FusedEmbeddingBagCollection(
         [EmbeddingBagConfig(name="a", embedding_dim=8, num_embeddings=40, feature_names=["f1"])], SGD(lr=1.0)
     )

@@ -159,6 +159,7 @@ def test_models_name_what_they_cannot_be_built_from():
 
 @pytest.mark.parametrize("example", ["two_tower", "sequence"])
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_whole_example_on_tiny_data_repeats_itself(example, many, tmp_path):
     """From files to ranking; the same seed gives the same run."""
     results = []

@@ -18,7 +18,7 @@ from tpurec.embeddings.device_checks import DeviceChecks
 from tpurec.embeddings.fused import FusedEmbeddingBagCollection
 from tpurec.embeddings.optimizers import EmbeddingOptimizer
 from tpurec.embeddings.stack import TableStack
-from tpurec.errors import ConfigError
+from tpurec.errors import ConfigError, DataError
 from tpurec.ops import embedding_update_, sequence_gather
 
 _BAGS, _SEQUENCES = "embedding_bags.", "embeddings."  # TorchRec's names of the two kinds' tables
@@ -204,6 +204,11 @@ class FusedEmbeddingCollection(EmbeddingCollectionInterface):
         Raises:
             DataError: something does not fit.
         """
+        own = self.optimizer_state_dict().keys()
+        if own != state.keys():
+            parts = {"missing": sorted(own - state.keys()), "extra": sorted(state.keys() - own)}
+            found = "; ".join(f"{what} {names}" for what, names in parts.items() if names)
+            raise DataError(f"optimizer state: {found}.")
         self._bags[0].load_optimizer_state_dict(
             {_BAGS + key.removeprefix(_SEQUENCES): tensor for key, tensor in state.items()}
         )

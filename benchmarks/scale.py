@@ -104,24 +104,18 @@ class Stream:
         Returns:
             Their ids.
         """
+        from tpurec.sharding.drawn_ids import draw_batch
         from tpurec.sharding.routing import HostBatch
-        from tpurec.sharding.skew import draw_rows, exponent_of
 
+        if self._columns is None:
+            return draw_batch(self.tables, self.assumptions, first, num_examples)
         values, lengths = {}, {}
-        for number, table in enumerate(self.tables):
-            for place, feature in enumerate(table.features):
-                if self._columns is not None:
-                    examples = np.arange(first, first + num_examples) % self._columns.num_rows
-                    column = self._columns.sparse[feature.name].take(examples)
-                    found, length = column.rows % table.num_embeddings, column.lengths
-                else:
-                    random = np.random.default_rng((number, place, first))
-                    whole = int(feature.ids_per_example)
-                    extra = random.random(num_examples) < feature.ids_per_example - whole
-                    length = (whole + extra).astype(np.int32)
-                    exponent = exponent_of(table, self.assumptions.zipf_exponent)
-                    found = draw_rows(table.num_embeddings, exponent, int(length.sum()), random)
-                values[feature.name], lengths[feature.name] = found.astype(np.int32), length.astype(np.int32)
+        examples = np.arange(first, first + num_examples) % self._columns.num_rows
+        for table in self.tables:
+            for feature in table.features:
+                column = self._columns.sparse[feature.name].take(examples)
+                values[feature.name] = (column.rows % table.num_embeddings).astype(np.int32)
+                lengths[feature.name] = column.lengths.astype(np.int32)
         return HostBatch(num_examples, values, lengths, None)
 
     def shares(self, num_ranks: int, batch_size: int) -> Iterator[HostBatch]:

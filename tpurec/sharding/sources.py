@@ -44,13 +44,12 @@ def read_source(
     """
     path = Path(source)
     overrides = list(overrides)
-    if path.is_dir() and (path / "recipe.toml").is_file():
-        found = _from_recipe(path / "recipe.toml", overrides)
+    recipe = recipe_path(source)
+    if recipe is not None:
+        found = _from_recipe(recipe, overrides)
     elif path.is_dir() or path.suffix == ".parquet":
         found = _from_parquet(path, embedding_dim)
         data = data or source
-    elif path.suffix == ".toml" and not isinstance(read_toml(path).get("tables"), list):
-        found = _from_recipe(path, overrides)
     elif path.suffix in (".toml", ".json"):
         found = _from_list(path, overrides)
     elif ":" in source and not path.exists():
@@ -61,6 +60,25 @@ def read_source(
             "Check the path.",
         )
     return dataclasses.replace(found, tables=measure(found.tables, data)) if data else found
+
+
+def recipe_path(source: str) -> Path | None:
+    """The recipe that stands at TABLES.
+
+    Args:
+        source: as of `read_source`.
+
+    Returns:
+        Its file: a recipe, or a RUN's; None if it is something else.
+
+    Raises:
+        ConfigError: a file that is no TOML.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path / "recipe.toml" if (path / "recipe.toml").is_file() else None
+    is_recipe = path.suffix == ".toml" and not isinstance(read_toml(path).get("tables"), list)
+    return path if is_recipe else None
 
 
 def _from_list(path: Path, overrides: list[str]) -> TableList:

@@ -1,6 +1,6 @@
 """The sharding planner against its lower bound, the exact optimum of small problems, and TorchRec's planner.
 
-python -m benchmarks.planner [--json] [--only TEXT] [--no-torchrec] [--torchrec-timeout 120] [--plot FILE.png]
+python -m benchmarks.planner [--json] [--only TEXT] [--no-torchrec] [--torchrec-timeout 60] [--plot FILE.png]
 
 Every plan is made in a process of its own, so that seconds include start-up of the libraries and the peak memory is
 its own. Both planners' plans are costed by our model in the same run, and by TorchRec's estimator where it has such
@@ -14,7 +14,9 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.planner_problems import BATCH_SIZE, PROBLEMS, mixed_tables, problem
@@ -30,9 +32,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", default="", help="only problems whose name has this text")
     parser.add_argument("--no-torchrec", action="store_true", help="leave TorchRec's planner out")
-    parser.add_argument("--torchrec-timeout", type=float, default=120.0, help="seconds that TorchRec's planner gets")
+    parser.add_argument("--torchrec-timeout", type=float, default=60.0, help="seconds that TorchRec's planner gets")
     parser.add_argument("--plot", metavar="FILE", help="draw how time grows with tables and ranks (needs matplotlib)")
-    parser.add_argument("--child", nargs=2, metavar=("PLANNER", "PROBLEM"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, metavar=("PLANNER", "PROBLEM", "PLAN"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(_child(*options.child)))
@@ -55,9 +57,13 @@ def main() -> None:
 
 
 def _compare(name: str, torchrec_timeout: float | None) -> dict[str, Any]:
-    found = {"ours": _run("ours", name, None)}
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Path(folder) / "plan.json"  # so that TorchRec's time is not spent on planning with ours again
+        found = {"ours": _run("ours", name, ours, None)}
+        if torchrec_timeout is not None:
+            found["torchrec"] = _run("torchrec", name, ours, torchrec_timeout)
     if torchrec_timeout is not None:
-        other = found["torchrec"] = _run("torchrec", name, torchrec_timeout)
+        other = found["torchrec"]
         if "our_model" in other:
             found["step_torchrec_over_ours_by_our_model"] = (
                 other["our_model"]["step_seconds"] / found["ours"]["step_seconds"]
@@ -68,8 +74,8 @@ def _compare(name: str, torchrec_timeout: float | None) -> dict[str, Any]:
     return found
 
 
-def _run(planner: str, name: str, timeout: float | None) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.planner", "--child", planner, name]
+def _run(planner: str, name: str, plan_file: Path, timeout: float | None) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.planner", "--child", planner, name, str(plan_file)]
     begun = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
@@ -80,13 +86,15 @@ def _run(planner: str, name: str, timeout: float | None) -> dict[str, Any]:
     return {**json.loads(done.stdout.strip().splitlines()[-1]), "process_seconds": time.perf_counter() - begun}
 
 
-def _child(planner: str, name: str) -> dict[str, Any]:
+def _child(planner: str, name: str, plan_file: str) -> dict[str, Any]:
     tables, slice_name = problem(name)
     from tpurec.sharding.planner import plan
 
     if planner == "ours":
         answer = plan(tables, slice_name, BATCH_SIZE)
         found = answer.summary()
+        if answer.fits:
+            answer.save(plan_file)
         keys = ("fits", "num_ranks", "idle_ranks", "step_seconds", "lower_bound_seconds", "lower_bound_kind")
         return {
             **{key: found[key] for key in (*keys, "hbm_bytes_max", "plan_seconds")},
@@ -94,9 +102,10 @@ def _child(planner: str, name: str) -> dict[str, Any]:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
     from benchmarks.planner_torchrec import run
+    from tpurec.sharding.plan import Plan
 
-    ours = plan(tables, slice_name, BATCH_SIZE)
-    return run(tables, SliceTopology.parse(slice_name), BATCH_SIZE, ours if ours.fits else None)
+    ours = Plan.load(plan_file) if Path(plan_file).exists() else None
+    return run(tables, SliceTopology.parse(slice_name), BATCH_SIZE, ours)
 
 
 def small_problems(count: int = SMALL_PROBLEMS) -> dict[str, float]:

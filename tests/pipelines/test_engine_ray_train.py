@@ -23,9 +23,10 @@ from tpurec.reporting import Reporter
 from tpurec.sharding.checkpoint import list_checkpoints
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]  # sixteen processes start
 
 SLICE, HOSTS, DEVICES = "v5p-16", 2, 4
+SHORT = ("train.epochs=1", "train.batch_size=256", "train.evaluate_every_steps=0", "checkpoint.every_steps=4")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def recipe_file(clicks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(recipe_file, tmp_path_factory):
-    recipe = read_recipe(recipe_file)
+    recipe = read_recipe(recipe_file, SHORT)
     run, data = Run(tmp_path_factory.mktemp("alone") / "run"), find_data(recipe)
     with run.locked():
         run.begin(recipe, data.schema, data.train, data.test)
@@ -93,7 +94,7 @@ def test_eight_workers_on_a_slice_lose_one_and_end_with_the_numbers_of_one_proce
     run, killed = Run(tmp_path / "run"), []
     killer = threading.Thread(target=kill_one_worker, args=(run, killed), daemon=True)
     killer.start()
-    result = train(run, recipe_file, f"sharding.slice={SLICE}")
+    result = train(run, recipe_file, *SHORT, f"sharding.slice={SLICE}")
     killer.join(timeout=1)
     assert len(killed) == 1 and result["restarts"] == 1
     assert result["world_size"] == HOSTS * DEVICES

@@ -56,7 +56,7 @@ class _Effort:
     cycles: int
 
 
-_LARGE_EFFORT = _Effort((1.0, 1.06), 150, 5, 10, 3, 2)
+_LARGE_EFFORT = _Effort((1.0, 1.06), 150, 6, 12, 4, 2)
 _HUGE_EFFORT = _Effort((1.06,), 300, 6, 6, 2, 1)
 _HUGE = 200_000  # items x ranks
 
@@ -290,7 +290,7 @@ class Packer:
         return best
 
     def _from_boxes(self, known_seconds: float, unevenness: float, effort: _Effort) -> list[list[int]]:
-        """Choices of the boxes that promise most, memory not counted."""
+        """Choices of the boxes that promise most, and of some others, memory not counted."""
         boxes = Boxes(self.space, known_seconds, float("inf"), unevenness)
         found: dict[tuple[int, ...], float] = {}
         for node in boxes.explore(effort.boxes):
@@ -299,7 +299,13 @@ class Packer:
                 break
             if node.seconds < known_seconds:
                 found[tuple(boxes.picks(node))] = boxes.promise(node)
-        return [list(picks) for picks in sorted(found, key=lambda picks: (found[picks], picks))[: effort.starts]]
+        last = list(found)[len(found) // 2 :][
+            ::-1
+        ]  # the later, the narrower the box; and what promises less may trade well
+        sampled = last[:: max(1, 2 * len(last) // effort.starts)]
+        promising = sorted(found, key=lambda picks: (found[picks], picks))
+        mixed = [picks for pair in zip(sampled, promising, strict=False) for picks in pair]
+        return [list(picks) for picks in list(dict.fromkeys(mixed))[: effort.starts]]
 
     def _relieve(self, state: State, rounds: int = _RELIEF_ROUNDS) -> State:
         """Take large lumps out of unevenly loaded columns, all at once: one by one none of them would help.

@@ -17,6 +17,7 @@ import torch
 from tpurec import cli
 from tpurec.embeddings import SGD, Adam, RowWiseAdagrad
 from tpurec.errors import ConfigError, TpurecError
+from tpurec.kernels import ahead_of_time
 from tpurec.kernels.compile_process import Compiled, CompileProcess, KernelProgram, first_reason
 from tpurec.kernels.optimizers import RowOptimizer
 from tpurec.kernels.storage import Storage
@@ -165,7 +166,8 @@ def test_a_table_that_no_kernel_takes_is_named_with_the_limit(tables, limit):
 def test_a_stack_beyond_one_tensor_is_refused_and_so_is_state_beyond_it():
     step = shapes_of([table(pin="row_wise")])
     large = dataclasses.replace(step.stacks[0].stack, num_rows=40_000_000)
-    assert "16 GiB" in stack_programs(dataclasses.replace(step.stacks[0], stack=large)).problem
+    refused = stack_programs(dataclasses.replace(step.stacks[0], stack=large))
+    assert "16 GiB" in refused.problem and "more ranks" in refused.remedy
     large = dataclasses.replace(large, dtype=torch.bfloat16, optimizer=SGD(lr=0.1))
     assert not stack_programs(dataclasses.replace(step.stacks[0], stack=large)).problem
     large = dataclasses.replace(large, optimizer=Adam(lr=0.1))
@@ -264,7 +266,19 @@ def test_the_compiler_refuses_what_exceeds_hbm_and_goes_on(run):
     with CompileProcess("v6e") as compiler:
         large = KernelProgram(Storage(33_000_000, 128), 64, 64, optimizer=RowOptimizer("adam"))
         assert "Ran out of memory" in compiler.compile(large).error
-        assert not compiler.compile(KernelProgram(Storage(1000, 128), 64, 64)).error
+        assert not compiler.compile(KernelProgram(Storage(1000, 128), 8, 8)).error
+
+
+@pytest.mark.compile
+def test_two_compile_side_by_side_and_a_locked_libtpu_is_a_clear_error(monkeypatch):
+    program = KernelProgram(Storage(1000, 128), 8, 8)
+    with CompileProcess("v6e") as one, CompileProcess("v6e") as other:
+        assert not one.compile(program).error and not other.compile(program).error
+    monkeypatch.setitem(ahead_of_time.LIBTPU_ENVIRONMENT, "ALLOW_MULTIPLE_LIBTPU_LOAD", "0")
+    with CompileProcess("v6e") as one, CompileProcess("v6e") as other:
+        assert not one.compile(program).error
+        with pytest.raises(TpurecError, match="in use by another process"):
+            other.compile(program)
 
 
 @pytest.mark.compile

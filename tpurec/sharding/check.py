@@ -15,6 +15,7 @@ from tpurec.embeddings.layout import Packed
 from tpurec.errors import ConfigError
 from tpurec.kernels.compile_process import Compiled, KernelProgram
 from tpurec.kernels.optimizers import RowOptimizer
+from tpurec.kernels.storage import MAX_PART_BYTES
 from tpurec.sharding.step_shapes import StackShapes, StepShapes
 
 
@@ -62,7 +63,10 @@ def stack_programs(shapes: StackShapes) -> StackPrograms:
         if any(kind == "element" for _, kind in stack.optimizer.states):
             Packed(stack.num_rows, stack.width, torch.float32, f"{names}, optimizer state")
     except ConfigError as error:
-        return StackPrograms(shapes, {}, problem=error.problem, remedy=error.remedy)
+        # The stack is sharded already, so the layout's own advice does not help with its size.
+        too_large = stack.num_rows * stack.width * 4 > MAX_PART_BYTES and "GiB" in error.problem
+        remedy = "Use a slice with more ranks, or smaller tables." if too_large else error.remedy
+        return StackPrograms(shapes, {}, problem=error.problem, remedy=remedy)
     rule = _rule(shapes)
     programs = {}
     for name, (ids, bags), weighted, optimizer in (

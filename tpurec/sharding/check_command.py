@@ -194,6 +194,7 @@ def _stack_values(stack: StackPrograms, answers: Mapping[KernelProgram, Compiled
         "dtype": str(layout.dtype).removeprefix("torch."),
         "optimizer": layout.optimizer.kind,
         "problem": stack.problem,
+        "remedy": stack.remedy,
         "table_bytes": stack.table_bytes,
         "state_bytes": stack.state_bytes,
         "programs": [
@@ -234,7 +235,7 @@ def print_check(console: Console, found: dict[str, Any]) -> None:
         about = f"{stack['rows']:,} rows x {stack['width']} {stack['dtype']}, {stack['optimizer']}"
         console.print(f"stack {number}: {about}: {names}", markup=False)
         if stack["problem"]:
-            console.print(f"  {stack['problem']}", markup=False)
+            console.print(f"  {stack['problem']} {stack['remedy']}".rstrip(), markup=False)
             continue
         table = Table(box=None, padding=(0, 2, 0, 2))
         for column in ("program", "by", "ids", "bags", "arguments", "aliased", "temporary", "code"):

@@ -19,8 +19,8 @@ def settle(recipe_file, tmp_path):
     run = Run(tmp_path / "run")
     run.path.mkdir()
 
-    def of(*overrides):
-        recipe = read_recipe(recipe_file, list(overrides))
+    def of(*overrides, change=lambda recipe: recipe):
+        recipe = change(read_recipe(recipe_file, list(overrides)))
         plan = choose_plan(run, recipe, find_data(recipe).schema)
         keep_plan(run, plan, lambda line: None)
         return plan
@@ -106,3 +106,25 @@ def test_ranks_that_own_no_table_are_named_before_anything_runs(recipe_file, tmp
     recipe = read_recipe(recipe_file, ["sharding.num_workers=4", *pins])
     keep_plan(run, choose_plan(run, recipe, find_data(recipe).schema), lines.append)
     assert lines == ["plan for cpu-4: 3 tables (3 table_wise); 3 ranks own no table"]
+
+
+def on_tpu(recipe):
+    return dataclasses.replace(recipe, device=dataclasses.replace(recipe.device, kind="tpu", execution="compile"))
+
+
+def test_on_a_tpu_no_table_whose_steps_need_whole_rows_is_cut_into_columns(settle, tmp_path):
+    """An exchange on a TPU refuses such shards, so neither is one planned, nor is a given one found out late."""
+    workers, rowwise = ("sharding.num_workers=4", "tables.embedding_dim=32"), "tables.optimizer=row_wise_adagrad"
+    pin = "sharding.constraints.user.pin=column_wise"
+    on_cpu = settle(*workers, pin, rowwise)
+    assert len(on_cpu.table("user").shards) > 1
+    with pytest.raises(ConfigError, match="A TPU does not yet step columns of rows"):
+        settle(*workers, pin, rowwise, change=on_tpu)
+    on_cpu.save(tmp_path / "columns.json")
+    with pytest.raises(ConfigError, match=r"table 'user' is column_wise.*forbid"):
+        settle(*workers, rowwise, f"sharding.plan={tmp_path / 'columns.json'}", change=on_tpu)
+    made = settle(*workers, rowwise, change=on_tpu)
+    assert all("column_wise" in placed.table.forbid for placed in made.tables)
+    assert settle(*workers, rowwise, change=on_tpu) == made
+    free = settle(*workers, pin, "tables.optimizer=adagrad", change=on_tpu)
+    assert len(free.table("user").shards) > 1

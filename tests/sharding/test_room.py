@@ -11,7 +11,7 @@ from tpurec.sharding.assumptions import Assumptions
 from tpurec.sharding.boxes import Boxes
 from tpurec.sharding.packing import Packer
 from tpurec.sharding.planner import make_space, plan
-from tpurec.sharding.room import BESIDE, FUNCTIONS, beside, common_unit, room_taken
+from tpurec.sharding.room import BESIDE, FUNCTIONS, beside, common_unit, room_beside, room_of_all, room_taken
 from tpurec.sharding.space import State
 from tpurec.sharding.trade import trade
 from tpurec.topology.slices import SliceTopology
@@ -121,3 +121,14 @@ def test_many_long_bags_are_planned_close_to_the_bound():
     found = plan(long_bag_tables(200, 2e11), "v6e-256", 65_536).estimates
     assert found.lower_bound_kind == "boxes"
     assert found.step_seconds <= 1.10 * found.lower_bound_seconds
+
+
+def test_room_of_many_functions_at_once_is_the_room_of_each() -> None:
+    """Sums for the search of rows that lack room."""
+    rng = np.random.default_rng(5)
+    sizes, others, share = rng.random(50), rng.random((50, 3)), rng.random(50)
+    sizes[:4] = 0.5, 1.0, 0.0, 0.97
+    each = [float(share @ room_taken(sizes, function)) for function in range(len(FUNCTIONS))]
+    assert room_of_all(sizes, share) == pytest.approx(each)
+    beside_each = [[float(share @ beside(sizes, other, least)) for other in others.T] for least in BESIDE]
+    assert room_beside(sizes, others, share).ravel() == pytest.approx(np.array(beside_each).ravel())

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tpurec.sharding.room import BESIDE, FUNCTIONS, beside, common_unit, room_taken
+from tpurec.sharding.ascend import ascend
+from tpurec.sharding.room import BESIDE, beside, common_unit, room_beside, room_of_all, room_taken
 from tpurec.sharding.space import NUM_PARTS, Space
 
 _STEPS = 60  # evaluations of prices per box and side
@@ -204,14 +205,17 @@ class Boxes:
         for _ in range(_ROUNDS + 1):
             best = self._price(box, rows, starts, best)
             cuts = tuple(cut for cut, _ in self._tight(best.rows, np.array(box.most), best.cuts))
-            if not cuts:
+            if not cuts or self._fixed(box) + best.value * self.known_seconds >= self.known_seconds:
                 break
             best = replace(best, cuts=best.cuts + cuts, prices=np.append(best.prices, np.zeros(len(cuts))))
         priced = best.prices[len(self._columns) + 2 :] > 0
         cuts = tuple(cut for cut, used in zip(best.cuts, priced, strict=True) if used)
         prices = np.append(best.prices[: len(self._columns) + 2], best.prices[len(self._columns) + 2 :][priced])
-        fixed = self.space.constant_seconds + float(self.space.latency[list(box.due)].sum())
-        return Node(fixed + best.value * self.known_seconds, box, prices, cuts, best.rows, best.tops)
+        return Node(self._fixed(box) + best.value * self.known_seconds, box, prices, cuts, best.rows, best.tops)
+
+    def _fixed(self, box: Box) -> float:
+        """Seconds that every placement in a box takes, whatever its choices."""
+        return self.space.constant_seconds + float(self.space.latency[list(box.due)].sum())
 
     def _room(self, cut: Cut, rows: np.ndarray, most: np.ndarray) -> np.ndarray:
         """What the lumps of some choices take of a rank's room."""
@@ -225,50 +229,61 @@ class Boxes:
         """Which rows about room some choices break the most, and the room they take."""
         found: dict[tuple[int, int, float], Cut] = {}  # several functions may say the same
         columns = np.flatnonzero(np.isfinite(most) & (most > 0)).tolist()
-        mean = {column: float(self._lump[rows, column] @ self._share[rows]) / most[column] for column in columns}
-        for column in columns:
-            for other in columns:
-                for function in range(len(FUNCTIONS if column == other else BESIDE)):
+        if not columns:
+            return []
+        share, sizes = self._share[rows], self._lump[np.ix_(rows, columns)] / most[columns]
+        mean, capped = share @ sizes, np.minimum(sizes, 1.0)
+        for position, column in enumerate(columns):
+            own = room_of_all(capped[:, position], share)
+            beside_others = room_beside(capped[:, position], capped, share)
+            for place, other in enumerate(columns):
+                taken = own if column == other else beside_others[:, place]
+                for function in np.flatnonzero(taken > max(1.0, mean[place]) + _TIGHT).tolist():
                     cut = column, other, function
-                    taken = float(self._room(cut, rows, most) @ self._share[rows])
-                    if taken > max(1.0, mean[other]) + _TIGHT and cut not in known:
-                        found.setdefault((column, other, taken), cut)
+                    if cut not in known:
+                        found.setdefault((column, other, float(taken[function])), cut)
         order = sorted((-taken, cut) for (_, _, taken), cut in found.items())
         return [(cut, -taken) for taken, cut in order[: _MOST_CUTS - len(known)]]
 
     def _price(self, box: Box, rows: np.ndarray, starts: np.ndarray, best: _Priced) -> _Priced:
         """Improve the prices of a box."""
-        from scipy.optimize import minimize
-
         space, known = self.space, self.known_seconds
         low, high = box.pairs
-        sizes = np.diff(np.append(starts, len(rows)))
         even = (self._uniform[rows] + space.padding(high) * self._padded[rows]) / known
         scale = max(high, 1e-30)
         budget = self._budget if np.isfinite(self._budget) else 1e30
         room = [self._room(cut, rows, np.array(box.most)) * self._share[rows] for cut in best.cuts]
         sums = np.column_stack([self._mean[rows] / known, self._pairs[rows] / scale, self._bytes[rows] / budget, *room])
+        # A line per item, as long as the longest: its cheapest choice is then found without a loop over items.
+        line, place = self._item[rows], np.arange(len(rows)) - np.repeat(starts, np.diff(np.append(starts, len(rows))))
+        slots = int(place.max()) + 1
+        at_slot = line * slots + place
+        lines, evens = np.zeros((len(starts) * slots, sums.shape[1])), np.full(len(starts) * slots, np.inf)
+        lines[at_slot], evens[at_slot] = sums, even
+        columns = np.ascontiguousarray(lines.T)
+        first_slot = np.arange(len(starts)) * slots
         width = len(self._columns)
         bottom, top = np.array(box.least) / known, np.minimum(np.array(box.most) / known, 1.0)
         found = replace(best, value=-np.inf)
+        enough = 1.0 - self._fixed(box) / known  # then no placement in the box is faster, and it is dropped
 
-        def negative(at: np.ndarray) -> tuple[float, np.ndarray]:
+        def priced(at: np.ndarray) -> tuple[float, np.ndarray]:
             nonlocal found
-            cost = even + sums @ at
-            cheapest = np.minimum.reduceat(cost, starts)
-            first = _first_of(cost == np.repeat(cheapest, sizes), starts)
+            cost = evens + np.einsum("ij,i->j", columns, at)  # not by BLAS, whose threads cost more than they bring
+            slot = cost.reshape(len(starts), slots).argmin(axis=1)
+            chosen = first_slot + slot
             left = 1.0 - at[:width]
             tops = np.where(left >= 0, bottom, top)
             ids = high / scale if at[width] >= 0 else low / scale
-            value = float(cheapest.sum() + left @ tops - at[width] * ids - at[width + 1 :].sum())
-            slope = sums[first].sum(axis=0)
+            value = float(cost[chosen].sum() + left @ tops - at[width] * ids - at[width + 1 :].sum())
+            slope = lines.take(chosen, axis=0).sum(axis=0)
             slope[:width] -= tops
             slope[width] -= ids
             slope[width + 1 :] -= 1.0
             if value > found.value:
                 reached = np.maximum(slope[:width] + tops, bottom) * known
-                found = _Priced(value, at.copy(), best.cuts, rows[first], reached)
-            return -value, -slope
+                found = _Priced(value, at.copy(), best.cuts, rows[starts + slot], reached)
+            return value, slope
 
         # Prices have kinks at 1 (a part between the ends of its range) and at 0 (ids between theirs), where a smooth
         # method stalls: it works on one side of each kink, and on the other side if the answer lies there.
@@ -276,8 +291,7 @@ class Boxes:
         for _ in range(_SIDES):
             limits = [(1.0, _DEAREST) if beyond else (0.0, 1.0) for beyond in over]
             limits += [(0.0, _DEAREST) if sign > 0 else (-_DEAREST, 0.0)] + [(0.0, _DEAREST)] * (1 + len(room))
-            start = np.clip(found.prices, *np.array(limits).T)
-            minimize(negative, start, jac=True, method="L-BFGS-B", bounds=limits, options={"maxfun": _STEPS})
+            ascend(priced, found.prices, *np.array(limits).T, evaluations=_STEPS, enough=enough)
             mean, ids = self._mean[found.rows].sum(axis=0) / known, float(self._pairs[found.rows].sum())
             at = found.prices
             beyond = np.where(at[:width] > 1, True, np.where(at[:width] < 1, False, mean > top * (1 + 1e-9)))
@@ -358,10 +372,3 @@ class Boxes:
         most, least = list(box.most), list(box.least)
         most[column], least[column] = float(below), float(since) * (1 - 1e-9)
         return replace(box, most=tuple(most)), replace(box, least=tuple(least))
-
-
-def _first_of(marked: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Positions of the first marked entry in every segment."""
-    positions = np.flatnonzero(marked)
-    segment = np.searchsorted(starts, positions, side="right") - 1
-    return positions[np.flatnonzero(np.diff(segment, prepend=-1))]

@@ -61,6 +61,36 @@ def beside(sizes: np.ndarray, others: np.ndarray, least: float) -> np.ndarray:
     return np.where(sizes > 1 - least + _TIE, 1.0, kept)
 
 
+def room_of_all(sizes: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Room that all shards take together, for every function of FUNCTIONS.
+
+    Args:
+        sizes: float64 `[n]`, each between 0 and 1.
+        share: float64 `[n]`: how many shards of each size there are.
+
+    Returns:
+        float64 `[len(FUNCTIONS)]`.
+    """
+    return np.array([share @ room_taken(sizes, function) for function in range(len(FUNCTIONS))])
+
+
+def room_beside(sizes: np.ndarray, others: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """Room that all shards take together in other parts beside large ones in this, for every `least` of BESIDE.
+
+    Args:
+        sizes: float64 `[n]`, see `beside`.
+        others: float64 `[n, parts]`: sizes in the other parts.
+        share: float64 `[n]`: how many shards of each size there are.
+
+    Returns:
+        float64 `[len(BESIDE), parts]`.
+    """
+    least = np.array(BESIDE)[:, None]
+    alone = sizes > 1 - least + _TIE
+    together = ~alone & (sizes >= least - _TIE)
+    return (alone @ share)[:, None] + (together * share) @ others
+
+
 def common_unit(sizes: np.ndarray, most_multiples: int = 4096) -> float:
     """The largest number that all sizes are multiples of.
 

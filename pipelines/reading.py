@@ -198,7 +198,7 @@ class Reader:
                 table = parquet.read_row_group(segment.row_group, columns=names, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                f"{path}: row group {segment.row_group} cannot be read: {error}.",
+                f"{path}: row group {segment.row_group} cannot be read: {' '.join(str(error).split()).rstrip(' .')}.",
                 "Is the file damaged, or was it changed since the run began?",
             ) from None
         self._recent.append((key, table))

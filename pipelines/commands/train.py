@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tpurec import atomic
+from tpurec.errors import ConfigError
 from tpurec.reporting import JsonOption, Reporter
 
 if TYPE_CHECKING:
@@ -90,6 +91,12 @@ def _engine(
     """Give what trains; takes the RUN's lock. What can be refused is refused here, before there is a folder."""
     if recipe.sharding.num_ranks:
         from pipelines.planning import choose_plan
+
+        if recipe.device.check and recipe.sharding.num_ranks > 1:
+            raise ConfigError(
+                "device.check = true looks at tables that are whole, and workers spread them.",
+                "Check with one process: leave out --workers, or device.check.",
+            )
 
         if engine == "ray":
             from pipelines.engine_ray_train import check_ray_workers, train_ray_workers

@@ -214,6 +214,7 @@ def test_a_second_process_is_refused_while_the_first_trains(trained, tmp_path):
         (["--set", "sharding.slice=v6e-16"], 1, "Train with --engine ray on a cluster that has the slice"),
         (["--workers", "2", "--set", "sharding.constraints.usr.pin=row_wise"], 1, "there is no table 'usr'"),
         (["--engine", "ray", "--workers", "2", "--set", "device.kind=tpu"], 1, "Set sharding.slice"),
+        (["--workers", "2", "--set", "device.check=true"], 1, "Check with one process"),
     ],
 )
 def test_workers_that_cannot_be_are_refused_before_there_is_a_run(recipe_file, tmp_path, options, code, message):

@@ -80,6 +80,9 @@ def test_no_json_and_no_file(tmp_path):
         Plan.from_json("[]")
     with pytest.raises(ConfigError, match="no such file"):
         Plan.load(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match=r"binary\.json: is not a sharding plan"):
+        Plan.load(tmp_path / "binary.json")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,15 @@ def test_rows_and_columns_owned_twice_or_never_are_refused(made, shards, words):
     with pytest.raises(ConfigError, match=words) as caught:
         dataclasses.replace(made, tables=(wrong,))
     assert "'a'" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"sharding": "by_hand"}, {"exchange": "both"}])
+def test_an_unknown_sharding_or_exchange_is_refused(made, change):
+    (key, word) = next(iter(change.items()))
+    body = json.loads(made.to_json())
+    body["tables"][0].update(change)
+    with pytest.raises(ConfigError, match=rf"table 'a': {key} '{word}' is not one of"):
+        Plan.from_json(json.dumps(body))
 
 
 def test_modulo_rows_have_one_owner_and_counts_add_up():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sharding.exchange_cases import Case, Table, batches_of, build, configs_of, loss_sum, plan_of, unsharded
-from tpurec.embeddings import FusedEmbeddingBagCollection, deferred_tables
+from tpurec.embeddings import SGD, FusedEmbeddingBagCollection, RowWiseAdagrad, deferred_tables
 from tpurec.embeddings.fuse import fused_optimizer_state_dict
+from tpurec.errors import ConfigError
 from tpurec.sharding.batch_router import BatchRouter
 from tpurec.sharding.dense_parallel import dense_gradient_reducer
 from tpurec.sharding.host_batch import read_batch
 from tpurec.sharding.modules import shard
 from tpurec.sharding.placement import make_stacks, tables_of
+from tpurec.sharding.plan import Shard
 from tpurec.sharding.routing import Sizes, StackRouter, rung
 
 KINDS = ("table_wise", "column_wise:2", "unique_rows", "partial_pools", "group_pools", "data_parallel")
@@ -161,3 +165,15 @@ def test_a_rung_holds_its_count_and_pads_little(count: int) -> None:
 
 def test_few_rungs_occur() -> None:
     assert len({rung(count) for count in range(1024, 2049)}) <= 17
+
+
+@pytest.mark.parametrize("spread", [Shard((0, 1, 2), "replicated", (4, 8)), Shard((2, 0), "modulo", (4, 8))])
+def test_columns_that_own_other_rows_are_refused_where_a_step_needs_whole_rows(spread: Shard) -> None:
+    """Such a plan, edited by hand, trained to other numbers without a word: squares of other rows were added."""
+    case = Case((Table(10, 8, "column_wise:2"),))
+    plan = plan_of(case, 3)
+    plan = replace(plan, tables=(replace(plan.tables[0], shards=(plan.tables[0].shards[0], spread)),))
+    placed = tables_of(plan, [(configs_of(case), [torch.float32], [False])])
+    with pytest.raises(ConfigError, match=r"table 't0': columns 4 to 8 have the row rule '\w+', and RowWiseAdagrad"):
+        make_stacks(placed, [RowWiseAdagrad(lr=0.1)], 3)
+    assert make_stacks(placed, [SGD(lr=0.1)], 3)

@@ -168,12 +168,15 @@ def make_stacks(
         The stacks, the same on every rank.
 
     Raises:
-        ConfigError: a stack of 2^31 rows or more on one rank, which ids of 32 bits cannot reach.
+        ConfigError: a stack of 2^31 rows or more on one rank, which ids of 32 bits cannot reach; or columns whose rows
+            are spread, under an optimizer that needs whole rows.
     """
     groups: dict[tuple, list[tuple[int, Shard]]] = {}
     for number, table in enumerate(tables):
         optimizer = optimizers[table.collection]
         squares = len(table.placed.shards) > 1 and _needs_whole_rows(optimizer) and not table.frozen
+        if squares:
+            _check_whole_columns(table, optimizer)
         for shard in table.placed.shards:
             width = shard.columns[1] - shard.columns[0]
             key = (width, table.dtype, table.collection, table.frozen, squares)
@@ -211,6 +214,17 @@ def make_stacks(
 def _needs_whole_rows(optimizer: EmbeddingOptimizer) -> bool:
     """Whether a step of some columns of a row depends on its other columns."""
     return optimizer.max_gradient_norm is not None or any(kind == "row" for _, kind in optimizer.states)
+
+
+def _check_whole_columns(table: ShardedTable, optimizer: EmbeddingOptimizer) -> None:
+    """The all-reduce of squares adds what the column shards have at the same place: they must own the same rows."""
+    spread = next((shard for shard in table.placed.shards if shard.rule != "all"), None)
+    if spread is not None:
+        raise ConfigError(
+            f"table {table.config.name!r}: columns {spread.columns[0]} to {spread.columns[1]} have the row rule "
+            f"{spread.rule!r}, and {type(optimizer).__name__} needs whole rows.",
+            "Give each column shard all rows of its columns (rule 'all'), or do not split the columns.",
+        )
 
 
 def _laid_out(

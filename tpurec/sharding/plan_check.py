@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tpurec.errors import ConfigError
-from tpurec.sharding.tables import check_names
+from tpurec.sharding.tables import SHARDINGS, check_names
 
 if TYPE_CHECKING:
     from tpurec.sharding.plan import PlacedTable, Plan
 
+EXCHANGES = ("none", "bags", "unique_rows", "partial_pools")
 ROW_RULES = ("all", "modulo", "replicated")
 
 
@@ -32,6 +33,9 @@ def _check_table(placed: PlacedTable, num_ranks: int) -> None:
     def fail(message: str) -> None:
         raise ConfigError(f"plan, table {placed.name!r}: {message}.", "Make the plan again with tpurec plan.")
 
+    for what, found, known in (("sharding", placed.sharding, SHARDINGS), ("exchange", placed.exchange, EXCHANGES)):
+        if found not in known:
+            fail(f"{what} {found!r} is not one of {', '.join(known)}")
     expected = 0
     for shard in sorted(placed.shards, key=lambda shard: shard.columns):
         start, stop = shard.columns

@@ -17,10 +17,14 @@ _NO_RANKS = np.zeros(0, dtype=np.int64)
 
 
 class Board:
-    """A state, and per column a power mean of its loads (power 0: the maximum)."""
+    """A state, and per column a power mean of its loads (power 0: the maximum).
 
-    def __init__(self, packer: Packer, state: State, power: int) -> None:
+    Ranks are chosen at `price` per column, by default the packer's.
+    """
+
+    def __init__(self, packer: Packer, state: State, power: int, price: np.ndarray | None = None) -> None:
         self._packer, self.state, self._power = packer, state, power
+        self._price = packer.price if price is None else price
         self._ranks = packer.space.model.num_ranks
         self._powered = self._raise(state.load / packer.scale)
 
@@ -77,7 +81,7 @@ class Board:
         if pinned is not None:
             return np.array(sorted(pinned), dtype=np.int64)
         columns = packer.options[item].columns[choice]
-        scale, price = packer.scale[columns], packer.price[columns]
+        scale, price = packer.scale[columns], self._price[columns]
         loads = self.state.load[:, columns] / scale
         after = self._raise(loads + chosen.lump[columns] / scale)
         sums = self._sums()[columns]

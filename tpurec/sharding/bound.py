@@ -26,7 +26,7 @@ from tpurec.sharding.boxes import Boxes
 from tpurec.sharding.space import NUM_PARTS, Space
 
 _BOXED = 200_000  # items x ranks above which boxes come first: the linear program is slow and rarely good enough
-_BOXES = 700  # to tell apart at most
+_BOXES = 800  # to tell apart at most
 _MIXED_ITEMS = 64  # up to this many items x is kept whole
 # Limits in nodes and boxes, not in seconds, so that the bound is the same on every machine.
 _MIXED_NODES = 20

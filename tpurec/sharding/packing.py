@@ -32,6 +32,7 @@ _MOST_MOVES = 500  # of single shards, per power, while a start is built
 _MANY_ITEMS = 100  # from here on, on many ranks, choices come from boxes, and loads are evened shard by shard
 _MANY = 10_000  # items x ranks
 _REFINE_POWERS = (64, 256)
+_GROUPS_DEARER = 10.0  # how much dearer sums inside groups are while a start is built
 _SETTLED = 5e-4  # relative gain of a cycle below which refining ends
 
 
@@ -56,8 +57,8 @@ class _Effort:
     cycles: int
 
 
-_LARGE_EFFORT = _Effort((1.0, 1.06), 150, 6, 12, 4, 2)
-_HUGE_EFFORT = _Effort((1.06,), 300, 6, 6, 2, 1)
+_LARGE_EFFORT = _Effort((1.0, 1.06), 80, 4, 6, 1, 1)
+_HUGE_EFFORT = _Effort((1.06,), 200, 6, 6, 1, 1)
 _HUGE = 200_000  # items x ranks
 
 
@@ -95,6 +96,10 @@ class Packer:
         self.byte_price = byte_price
         self.price = np.concatenate([np.ones(NUM_PARTS), np.full(space.num_columns - NUM_PARTS, byte_price)])
         lumps = [choice.lump for item in space.items for choice in item.choices]
+        # Sums inside groups are packed to the last unit while starts are built: later moves, which see one item or two,
+        # cannot empty a unit on all groups, and accept one more for the sake of other parts.
+        self.building_price = self.price.copy()
+        self.building_price[[PARTS.index(part) for part in GROUP_PARTS.values()]] *= _GROUPS_DEARER
         self.scale = np.maximum(np.max(lumps, axis=0), 1e-30)  # keeps powers of loads inside float64
         self.options = [Options(item) for item in space.items]
 
@@ -127,14 +132,15 @@ class Packer:
             if choice.group:  # sums inside groups come in few sizes, powers of two: large before small packs them best
                 weight[position] += 1e3 * float(choice.lump[PARTS.index(GROUP_PARTS[choice.group])])
         order = sorted(range(len(picks)), key=lambda i: (chosen[i].group is None, -weight[i], i))
-        board, grouped = Board(self, State(self.space), power), True
+        price = self.building_price if has_many(self.space) else self.price
+        board, grouped = Board(self, State(self.space), power, price), True
         for item in order:
             if grouped and chosen[item].group is None:  # shards fill what the groups leave, so those are evened first
-                grouped, board = False, Board(self, self.balance(board.state), power)
+                grouped, board = False, Board(self, self._balance(board.state), power, price)
             board.put(item, picks[item], board.best_ranks(item, picks[item]))
-        return self.balance(board.state)
+        return self._balance(board.state)
 
-    def balance(self, state: State) -> State:
+    def _balance(self, state: State) -> State:
         """Even the loads with the choices as they are; only where there are many of them and many ranks.
 
         Args:
@@ -146,7 +152,7 @@ class Packer:
         if not has_many(self.space):
             return state
         for power in _BALANCE_POWERS:
-            state = balance(state, self.price, power, _MOST_MOVES, self.out_of_time)
+            state = balance(state, self.building_price, power, _MOST_MOVES, self.out_of_time)
         return state
 
     def picks(self, largest_lump: float) -> list[int]:
@@ -299,13 +305,10 @@ class Packer:
                 break
             if node.seconds < known_seconds:
                 found[tuple(boxes.picks(node))] = boxes.promise(node)
-        last = list(found)[len(found) // 2 :][
-            ::-1
-        ]  # the later, the narrower the box; and what promises less may trade well
-        sampled = last[:: max(1, 2 * len(last) // effort.starts)]
+        last = list(found)[len(found) // 2 :][::-1]  # narrow boxes; what promises less may trade well
+        sampled = last[:: max(1, 3 * len(last) // effort.starts)][: effort.starts // 3]
         promising = sorted(found, key=lambda picks: (found[picks], picks))
-        mixed = [picks for pair in zip(sampled, promising, strict=False) for picks in pair]
-        return [list(picks) for picks in list(dict.fromkeys(mixed))[: effort.starts]]
+        return [list(picks) for picks in list(dict.fromkeys(sampled + promising))[: effort.starts]]
 
     def _relieve(self, state: State, rounds: int = _RELIEF_ROUNDS) -> State:
         """Take large lumps out of unevenly loaded columns, all at once: one by one none of them would help.

@@ -61,7 +61,8 @@ class Table:
 class Case:
     """A model, a plan and its batches.
 
-    `cuts` are the shares of the global batch that each rank gets, as numbers of examples; None for equal ones.
+    `cuts` are the shares of the global batch that each rank gets, as numbers of examples; None for equal ones. The
+    first `steps_without_ids` batches have none.
     """
 
     tables: tuple[Table, ...]
@@ -75,6 +76,7 @@ class Case:
     wire_dtype: str = "float32"
     seed: int = 0
     steps: int = 5
+    steps_without_ids: int = 0
     extra: dict = field(default_factory=dict)
 
 
@@ -202,11 +204,11 @@ class Examples:
 def batches_of(case: Case) -> list[Examples]:
     rng = np.random.default_rng(case.seed + 1)
     found = []
-    for _ in range(case.steps):
+    for step in range(case.steps):
         ids, weights = {}, {}
         for number, table in enumerate(case.tables):
             for feature, most in enumerate(table.max_ids):
-                lengths = rng.integers(0, most + 1, case.batch_size)
+                lengths = rng.integers(0, most + 1, case.batch_size) * (step >= case.steps_without_ids)
                 # Skewed, so that rows repeat within bags, over examples, features and ranks.
                 bags = [(rng.random(length) ** 3 * table.rows).astype(np.int64) for length in lengths]
                 ids[f"f{number}_{feature}"] = bags

@@ -111,6 +111,12 @@ def test_a_rank_without_any_id_takes_part(world: World) -> None:
     compare(world, Case(tables, "sgd", double=True, batch_size=1, cuts=cuts, seed=5, steps=12), 1e-10)
 
 
+@pytest.mark.parametrize("kind", ["unique_rows", "partial_pools", "column_wise", "data_parallel"])
+def test_steps_before_the_first_id_count_as_those_of_an_unsharded_table(world: World, kind: str) -> None:
+    """Adam's bias correction depends on the count; distinct rows did not count while no rank had an id."""
+    compare(world, Case((Table(40, 8, kind, (2,)),), "adam", double=True, steps_without_ids=2), 1e-10)
+
+
 def test_an_unrouted_batch_gives_the_same(world: World) -> None:
     compare(world, Case(MIXTURE, "adagrad", weighted=True, double=True, inline=True), 1e-10)
 

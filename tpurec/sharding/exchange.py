@@ -202,7 +202,12 @@ class Exchange:
             num_rows, num_bags = route.sizes.rows * stack.width, stack.num_answers * features.padded_size * stack.width
             parts = [received.narrow(1, at, num_rows), received.narrow(1, at + num_rows, num_bags)]
             at += num_rows + num_bags
-            if stack.frozen or not num_rows + num_bags:
+            if stack.frozen:
+                continue
+            if not num_rows + num_bags:
+                # No rank has had an id yet: no row moves, but the update counts, as it does for an unsharded table.
+                if stack.optimizer.counts_steps:
+                    storage.state[-1].add_(1)
                 continue
             grad = joined([part.reshape(-1, stack.width) for part in parts], 0, storage.compute_dtype)
             request = requests[number]

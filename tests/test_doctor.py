@@ -135,3 +135,10 @@ def test_a_folder_named_like_a_package_in_the_current_folder_is_not_taken_for_it
     assert os.getcwd() == str(tmp_path)
     assert doctor.run_python("import pytest", 30) == ""
     assert doctor.run_python("import torch", 60) == ""
+
+
+def test_that_programs_can_be_compiled_is_said_only_where_libtpu_is(tmp_path):
+    found = _all_available()
+    assert "can still be compiled" in doctor.probe_devices(found, pci=tmp_path)["device.tpu"].remedy
+    found["libtpu"] = Finding(False, None, "not installed")
+    assert doctor.probe_devices(found, pci=tmp_path)["device.tpu"].remedy == ""

@@ -257,7 +257,8 @@ def probe_devices(found: Mapping[str, Finding], pci: Path = PCI_DEVICES) -> dict
 
 def _probe_tpu(found: Mapping[str, Finding], chips: list[str]) -> Finding:
     if not chips:
-        return Finding(False, None, "no TPU chip is attached to this host", "TPU programs can still be compiled here.")
+        compiles = "TPU programs can still be compiled here." if found["libtpu"].available else ""
+        return Finding(False, None, "no TPU chip is attached to this host", compiles)
     version = f"{len(chips)} x {chips[0]}"
     missing = [name for name in ("torch", "torch_tpu", "libtpu") if not found[name].available]
     if missing:

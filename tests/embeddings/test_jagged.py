@@ -213,3 +213,10 @@ def test_a_jagged_feature_is_padded_and_a_cut_item_gets_no_gradient(lengths, lon
     assert padded.tolist() == expected
     padded.sum().backward()
     assert values.grad.tolist() == gradient
+
+
+def test_lengths_given_as_weights_are_refused_with_what_happened():
+    """KeyedJaggedTensor's third positional argument is the weights: an easy mistake."""
+    features = KeyedJaggedTensor(["f1"], torch.tensor([1, 2]), torch.tensor([1, 1]))
+    with pytest.raises(DataError, match=r"neither lengths nor offsets.*by keyword"):
+        jagged.check_sizes(features, ["f1"], is_weighted=False)

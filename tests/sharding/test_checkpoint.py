@@ -23,6 +23,7 @@ from tpurec.sharding.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     read_manifest,
+    verify_checkpoint,
 )
 from tpurec.sharding.checkpoint_manifest import sealed
 
@@ -337,3 +338,11 @@ def test_the_manifest_is_readable_by_people_and_other_programs(tmp_path):
     (piece,) = weight["pieces"]
     assert (piece["file"], piece["rows"], piece["columns"]) == ("rank-00000.safetensors", [0, 1, 1000], [0, 8])
     assert set(values["files"]) == {"rank-00000.safetensors"}
+
+
+def test_a_folder_may_be_given_as_text(tmp_path):
+    folder = Checkpointer(tmp_path, keep_last=1).save(1, some_tensors(), {})
+    loaded = zeros_like(some_tensors())
+    load_checkpoint(str(folder), loaded)
+    assert torch.equal(loaded["model.table.weight"], some_tensors()["model.table.weight"])
+    assert verify_checkpoint(str(folder)).folder == folder

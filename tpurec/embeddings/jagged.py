@@ -120,6 +120,11 @@ def check_sizes(features: KeyedJaggedTensor, needed: Sequence[str], is_weighted:
     if features.variable_stride_per_key():
         raise DataError("The batch has another number of examples for every feature, which is not supported.")
     lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
+    if lengths is None and offsets is None:
+        raise DataError(
+            "The batch has neither lengths nor offsets.",
+            "Give KeyedJaggedTensor lengths= or offsets= by keyword: its third positional argument is the weights.",
+        )
     given = f"{lengths.numel()} lengths" if lengths is not None else f"{offsets.numel()} offsets"
     num_bags = lengths.numel() if lengths is not None else offsets.numel() - 1
     if num_bags != len(keys) * features.stride():

@@ -85,9 +85,7 @@ permute_pooled.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op("tpurec::permute_multi", mutates_args=(), device_types="cpu")
-def permute_multi(
-    pooled: list[Tensor], permutes: Tensor, out_lengths: list[int], reverse: bool
-) -> list[Tensor]:
+def permute_multi(pooled: list[Tensor], permutes: Tensor, out_lengths: list[int], reverse: bool) -> list[Tensor]:
     """Move columns between several tensors by FBGEMM's list of moves, as `fbgemm::kt_regroup_arguments` makes it.
 
     Args:

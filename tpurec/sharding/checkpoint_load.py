@@ -33,7 +33,7 @@ _Target = tuple[Overlap, torch.Tensor]  # the overlap's first region is the stor
 
 
 def load_checkpoint(
-    folder: Path,
+    folder: Path | str,
     tensors: Mapping[str, torch.Tensor],
     *,
     pieces: Iterable[TensorPiece] = (),
@@ -65,6 +65,7 @@ def load_checkpoint(
     Example:
         >>> load_checkpoint(folder, model.state_dict(), prefix="model.")
     """
+    folder = Path(folder)
     manifest = read_manifest(folder)
     wanted = [whole(prefix + name, tensor.detach()) for name, tensor in tensors.items()] + list(pieces)
     begin = only or prefix
@@ -82,7 +83,7 @@ def load_checkpoint(
     return manifest
 
 
-def verify_checkpoint(folder: Path) -> CheckpointManifest:
+def verify_checkpoint(folder: Path | str) -> CheckpointManifest:
     """Read a whole checkpoint and compare it with its checksums; nothing is loaded.
 
     Args:

@@ -209,7 +209,7 @@ def sealed(body: str) -> str:
     return f'{body}{_SEAL}{sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
-def read_manifest(folder: Path) -> CheckpointManifest:
+def read_manifest(folder: Path | str) -> CheckpointManifest:
     """Read a checkpoint's manifest.
 
     Args:
@@ -221,6 +221,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     Raises:
         CheckpointError: there is none, it is damaged, or its version is not known.
     """
+    folder = Path(folder)
     path = folder / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")

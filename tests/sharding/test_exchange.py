@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,11 +17,35 @@ KINDS = ("table_wise", "column_wise:2", "unique_rows", "partial_pools", "group_p
 SIZES = (2, 3, 4, 8)
 
 
+# One sharding at a time, on its own, runs at two sizes; the others are slow, and see all shardings in the mixtures.
+FEW_SIZES = (2, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 8)))
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
+    """Worlds by size; each is started once, and the last one is ended before another starts."""
+    running: dict[int, World] = {}
+
+    def of_size(size: int) -> World:
+        if size not in running:
+            for other in list(running):
+                running.pop(other).close()
+            running[size] = World(size, tmp_path_factory.mktemp("world"))
+        return running[size]
+
+    yield of_size
+    for started in running.values():
+        started.close()
+
+
 @pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"world{size}")
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    started = World(request.param, tmp_path_factory.mktemp("world"))
-    yield started
-    started.close()
+def world(request: pytest.FixtureRequest, worlds: Callable[[int], World]) -> World:
+    return worlds(request.param)
+
+
+@pytest.fixture(scope="module", params=FEW_SIZES, ids=lambda size: f"world{size}")
+def few_worlds(request: pytest.FixtureRequest, worlds: Callable[[int], World]) -> World:
+    return worlds(request.param)
 
 
 def compare(world: World, case: Case, tolerance: float, loss_tolerance: float | None = None) -> list[dict]:
@@ -53,23 +77,23 @@ def tables_of(kind: str) -> tuple[Table, ...]:
 @pytest.mark.parametrize("optimizer", ("sgd", "adagrad", "rowwise_adagrad"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_sharding_equals_the_unsharded_run_in_float64(
-    world: World, kind: str, optimizer: str, weighted: bool
+    few_worlds: World, kind: str, optimizer: str, weighted: bool
 ) -> None:
     """Cases 12, 13 and 19."""
-    compare(world, Case(tables_of(kind), optimizer, weighted, double=True), 1e-10)
+    compare(few_worlds, Case(tables_of(kind), optimizer, weighted, double=True), 1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_sharding_equals_the_unsharded_run_in_float32(world: World, kind: str) -> None:
+def test_every_sharding_equals_the_unsharded_run_in_float32(few_worlds: World, kind: str) -> None:
     """Case 13."""
-    compare(world, Case(tables_of(kind), "sgd"), 1e-6, 1e-4)
+    compare(few_worlds, Case(tables_of(kind), "sgd"), 1e-6, 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weight_decay_reaches_touched_rows_only(world: World, kind: str) -> None:
+def test_weight_decay_reaches_touched_rows_only(few_worlds: World, kind: str) -> None:
     """Case 16: other rows would move in the unsharded run, too, if they were touched."""
     case = Case((Table(400, 8, kind, (2,)), Table(300, 16, kind, (1, 2))), "rowwise_decay", double=True)
-    compare(world, case, 1e-10)
+    compare(few_worlds, case, 1e-10)
 
 
 MIXTURE = tuple(

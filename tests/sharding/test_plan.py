@@ -142,3 +142,16 @@ def test_stacks_above_16_gib_are_split():
     weights = stack.rows * stack.width * 4
     assert weights > 16 * 2**30
     assert stack.num_tensors == -(-weights // (16 * 2**30)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batch_size": -3}, "batch_size = -3 is not 1 or more"),
+        ({"batch_size": 0}, "batch_size = 0 is not 1 or more"),
+        ({"num_ranks": 3}, "ranks and coordinates are not those of"),
+    ],
+)
+def test_a_plan_whose_numbers_were_edited_is_refused(made, change, words):
+    with pytest.raises(ConfigError, match=words):
+        Plan.from_json(json.dumps(json.loads(made.to_json()) | change))

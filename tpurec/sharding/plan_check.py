@@ -21,10 +21,14 @@ def check_plan(plan: Plan) -> None:
         plan: the plan.
 
     Raises:
-        ConfigError: naming the table and what is wrong.
+        ConfigError: naming the table and what is wrong, or another value that no plan has.
     """
     check_names([placed.table for placed in plan.tables])
     num_ranks = plan.topology.num_ranks
+    if isinstance(plan.batch_size, bool) or plan.batch_size < 1:
+        raise ConfigError(
+            f"plan: batch_size = {plan.batch_size!r} is not 1 or more.", "Make the plan again with tpurec plan."
+        )
     for placed in plan.tables:
         _check_table(placed, num_ranks)
 

@@ -71,8 +71,8 @@ def from_json(text: str, where: str = "plan") -> Plan:
         )
     slice_ = SliceTopology.parse(str(body.get("slice")))
     wired = [list(slice_.coordinates(rank)) for rank in range(slice_.num_ranks)]
-    if body.get("coordinates") != wired:
-        raise ConfigError(f"{where}: rank coordinates are not those of {slice_.name}.", "Make the plan again.")
+    if body.get("coordinates") != wired or body.get("num_ranks") != slice_.num_ranks:
+        raise ConfigError(f"{where}: ranks and coordinates are not those of {slice_.name}.", "Make the plan again.")
     fields = {key: body[key] for key in body if key not in ("format", "version", "num_ranks", "coordinates")}
     tables = fields.get("tables")
     if not isinstance(tables, list):

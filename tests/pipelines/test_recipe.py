@@ -37,7 +37,7 @@ def test_a_resolved_recipe_reads_back_to_itself(recipe_file, tmp_path):
         ("data.validation_share=1.0", r"validation_share = 1\.0"),
         ("data.id_policy=drop", r"data\.id_policy = 'drop'"),
         ("data.reader_workers=0", r"reader_workers must be 1 or more"),
-        ("tables.optimizer=adam", r"tables\.optimizer = 'adam'"),
+        ("tables.optimizer=lamb", r"tables\.optimizer = 'lamb'"),
         ("tables.overrides.user.dim=3", r"unknown key 'tables\.overrides\.user\.dim'"),
         ("model.name=dlrm3", r"no model 'dlrm3'; choose dlrm, dlrm_dcn, deepfm"),
         ("device.kind=cuda", r"device\.kind = 'cuda'"),

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HARDWARE_PAGE = ROOT / "docs" / "not-run-on-hardware.md"
 SPECIAL = ("compile", "interpret", "multiprocess", "ray", "browser", "emulated", "slow")
-# Seconds on 2 quiet cores; the rounds below (without `slow`) together under 40 minutes. A tier over its budget is reported; at twice the
+# Seconds on 2 quiet cores; the rounds below together under 40 minutes. A tier over its budget is reported; at twice the
 # budget it is stopped and fails, so that a busy machine does not turn a passing tier into a failure.
 BUDGETS = {
     "default": 600,

@@ -14,6 +14,7 @@ for the other. The command fails if they differ.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ LEARNING_RATE = 0.1
 def main() -> None:
     """Parse the options, count, print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the rows as one JSON list")
     parser.add_argument("--plot", metavar="FILE", help="draw bytes, padding and seconds by ranks (needs matplotlib)")
     parser.add_argument("--tables", default=str(MLPERF), help="table list, as for `tpurec plan`")
     parser.add_argument("--batch-size", type=int, default=65_536, help="global examples per step")
@@ -47,6 +48,8 @@ def main() -> None:
     parser.add_argument("--measured-rows", type=int, default=20_000, help="most rows of a table in the real runs")
     parser.add_argument("--measured-batch-size", type=int, default=512, help="global examples of the real runs")
     options = parser.parse_args()
+    from rich.console import Console
+
     from tpurec.reporting import Reporter
 
     report = Reporter(options.json)
@@ -63,7 +66,10 @@ def main() -> None:
     if options.plot:
         draw(results, options.plot)
         report.log(f"plot: {options.plot}")
-    report.result({"batch_size": options.batch_size, "results": results}, lambda console: _print(console, results))
+    if options.json:
+        print(json.dumps(results))
+    else:
+        _print(Console(width=None if sys.stdout.isatty() else 120), results)
 
 
 class Stream:
@@ -334,7 +340,7 @@ def draw(results: list[dict[str, Any]], path: str) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     panels = [
         ("exchange_bytes", 1e6, "MB that leave a rank in a step", "log"),
-        ("padding_share", 0.01, "% of it that is padding", "linear"),
+        ("padding_share", 0.01, "% of ids and vectors that is padding", "linear"),
         ("step_seconds", 1e-3, "modelled ms of a step (not run on hardware)", "log"),
     ]
     big = [row for row in results if not row["slice"].startswith("cpu")]

@@ -84,3 +84,10 @@ def test_every_rank_needs_a_batch() -> None:
     batches = list(next(iter(host_batches(dataclasses.replace(case)))))
     with pytest.raises(DataError, match="2 batches for a plan of 3 ranks"):
         volume.step(batches[:-1])
+
+
+def test_a_smaller_batch_is_padded_to_the_largest_so_far() -> None:
+    large, small = Case(MIXTURE, steps=1, batch_size=48), Case(MIXTURE, steps=1, batch_size=12)
+    volume = ExchangeVolume(configs_of(large), OPTIMIZERS["sgd"], plan_of(large, NUM_RANKS))
+    before = volume.step(next(iter(host_batches(large))))
+    assert volume.step(next(iter(host_batches(small)))).bytes == before.bytes

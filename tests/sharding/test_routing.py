@@ -9,9 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrec import EmbeddingConfig
 
 from tests.sharding.exchange_cases import Case, Table, batches_of, build, configs_of, loss_sum, plan_of, unsharded
-from tpurec.embeddings import SGD, FusedEmbeddingBagCollection, RowWiseAdagrad, deferred_tables
+from tpurec.embeddings import (
+    SGD,
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+    RowWiseAdagrad,
+    deferred_tables,
+)
 from tpurec.embeddings.fuse import fused_optimizer_state_dict
 from tpurec.errors import ConfigError
 from tpurec.sharding.batch_router import BatchRouter
@@ -177,3 +184,11 @@ def test_columns_that_own_other_rows_are_refused_where_a_step_needs_whole_rows(s
     with pytest.raises(ConfigError, match=r"table 't0': columns 4 to 8 have the row rule '\w+', and RowWiseAdagrad"):
         make_stacks(placed, [RowWiseAdagrad(lr=0.1)], 3)
     assert make_stacks(placed, [SGD(lr=0.1)], 3)
+
+
+def test_sequence_collections_are_refused() -> None:
+    """Their rows are not pooled, which the exchange does not carry."""
+    config = EmbeddingConfig(name="t", embedding_dim=8, num_embeddings=9, feature_names=["f"])
+    case = Case((Table(9, 8, "table_wise"),))
+    with pytest.raises(ConfigError, match="sequence collections are not sharded"):
+        shard(FusedEmbeddingCollection([config], SGD(lr=0.1)), plan_of(case, 1))

@@ -16,7 +16,7 @@ from tpurec.features.packing import PackedBatch
 from tpurec.sharding.host_batch import Batch, HostBatch, jagged_of, read_batch, with_empty_features
 from tpurec.sharding.modules import ShardedEmbeddingBagCollection, exchange_of, sharded_collections
 from tpurec.sharding.routed import DeviceRoute, RoutedBatch, RoutedFeatures, StackConstants
-from tpurec.sharding.routing import Sizes, StackRoute, StackRouter, StackRouting, check_ids, rung
+from tpurec.sharding.routing import Sizes, StackRoute, StackRouter, StackRouting, check_ids, raise_to_rungs
 
 _REFUSED = -1  # in the place of a number of labelled examples
 
@@ -178,8 +178,8 @@ class BatchRouter:
         most = everyone.max(axis=0)
         num_sizes = 4 * len(routings)
         self._padded_size = max(self._padded_size, int(most[1]))
-        self._raise(self._sizes.reshape(-1), most[2 : 2 + num_sizes])
-        self._raise(self._areas, np.minimum(everyone[:, 2 + num_sizes :].sum(axis=0), self._area_limits()))
+        raise_to_rungs(self._sizes.reshape(-1), most[2 : 2 + num_sizes])
+        raise_to_rungs(self._areas, np.minimum(everyone[:, 2 + num_sizes :].sum(axis=0), self._area_limits()))
         sizes = [Sizes(*(int(size) for size in row)) for row in self._sizes]
         routes = [routing.fill(size, self._padded_size) for routing, size in zip(routings, sizes, strict=True)]
         message = routes[0].message if len(routes) == 1 else np.concatenate([r.message for r in routes], axis=1)
@@ -205,11 +205,6 @@ class BatchRouter:
         found = [torch.empty_like(own) for _ in range(self._exchange.wire.num_ranks)]
         dist.all_gather(found, own, group=self._group)
         return torch.stack(found).numpy()
-
-    @staticmethod
-    def _raise(sizes: np.ndarray, needs: np.ndarray) -> None:
-        for number in np.flatnonzero(needs > sizes):
-            sizes[number] = rung(int(needs[number]))
 
     def _area_needs(self, host: HostBatch) -> list[int]:
         tables = (self._exchange.tables[number].config for number in self._exchange.area_tables)

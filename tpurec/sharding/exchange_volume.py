@@ -20,7 +20,7 @@ from tpurec.errors import DataError
 from tpurec.sharding.column_squares import num_sums
 from tpurec.sharding.placement import make_stacks, tables_of
 from tpurec.sharding.plan import Plan
-from tpurec.sharding.routing import HostBatch, Sizes, StackRouter, rung
+from tpurec.sharding.routing import HostBatch, Sizes, StackRouter, raise_to_rungs
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class ExchangeVolume:
         self._sizes = np.zeros((len(self._stacks), 4), dtype=np.int64)
         self._squared = sorted({place.table for stack in self._stacks if stack.squares for place in stack.places})
         self._areas = np.zeros(len(self._squared), dtype=np.int64)
+        self._padded_size = 0
         self._wire_bytes = wire_bytes
         replicated = sum(
             (stack.num_replicated + 1) * (stack.width + 1) for stack in self._stacks if stack.num_replicated
@@ -115,12 +116,10 @@ class ExchangeVolume:
                 unique, looked_up = unique + rows, looked_up + ids
         if num_batches != self.num_ranks:
             raise DataError(f"{num_batches} batches for a plan of {self.num_ranks} ranks.", "Give each rank one.")
-        for number in np.argwhere(needs > self._sizes):
-            self._sizes[tuple(number)] = rung(int(needs[tuple(number)]))
+        self._padded_size = padded_size = max(self._padded_size, padded_size)
+        raise_to_rungs(self._sizes, needs)
         limits = np.array([self._tables[number].config.num_embeddings for number in self._squared], dtype=np.int64)
-        for number, need in enumerate(np.minimum(areas, limits)):
-            if need > self._areas[number]:
-                self._areas[number] = rung(int(need))
+        raise_to_rungs(self._areas, np.minimum(areas, limits))
         sizes = [Sizes(*(int(size) for size in row)) for row in self._sizes]
         message = sum(router.message_size(size, padded_size) for router, size in zip(self._routers, sizes, strict=True))
         vectors = sum(

@@ -229,9 +229,6 @@ def shard(
             )
     if not fused:
         raise ConfigError(f"{type(model).__name__} contains no FusedEmbeddingBagCollection to shard.", "Fuse it first.")
-    for path, collection in fused:
-        if not isinstance(collection, FusedEmbeddingBagCollection):
-            raise ConfigError(f"{path or 'the model'}: tables of unpooled lookups cannot be spread yet.", "One worker.")
     if wire_dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"wire_dtype = {wire_dtype}.", "Use torch.float32 or torch.bfloat16.")
     num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1

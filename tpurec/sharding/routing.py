@@ -79,6 +79,17 @@ def rung(count: int) -> int:
     return -(-count // step) * step
 
 
+def raise_to_rungs(sizes: np.ndarray, needs: np.ndarray) -> None:
+    """Raise the sizes that no longer suffice to a rung that does; none ever shrinks, so that few programs occur.
+
+    Args:
+        sizes: int64, of any shape; changed in place.
+        needs: int64, of the same shape.
+    """
+    for place in zip(*np.nonzero(needs > sizes), strict=True):
+        sizes[place] = rung(int(needs[place]))
+
+
 class StackRouter:
     """Routes the ids of one stack.
 

@@ -61,13 +61,14 @@ def train_both(rank: int, case: Case, sharding: str) -> dict[str, float]:
 
     num_ranks = dist.get_world_size()
     model = shard(build(case), plan_of(case, num_ranks))
-    set_learning_rate(model, 10.0)  # so that three steps move the tables visibly
+    rate = 10.0 if case.optimizer == "sgd" else 0.1  # so that three steps move the tables visibly
+    set_learning_rate(model, rate)
     torch.manual_seed(case.seed)
     theirs = ByName(EmbeddingBagCollection(configs_of(case)), sum(t.dim * len(t.max_ids) for t in case.tables))
     theirs.load_state_dict(build(case).state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        other = distribute(theirs, "embeddings", sharding, "sgd", 10.0)
+        other = distribute(theirs, "embeddings", sharding, case.optimizer, rate)
     start = build(case).state_dict()
     for name, part, rows, columns in shards_of(other):  # TorchRec draws tables of its own
         part.copy_(start[name][rows, columns])
@@ -107,16 +108,20 @@ def world(tmp_path_factory: pytest.TempPathFactory):
     started.close()
 
 
-@pytest.mark.parametrize(("sharding", "kind"), (("table_wise", "table_wise"), ("row_wise", "unique_rows")))
-def test_torchrec_trains_the_same_and_sends_no_less(world: World, sharding: str, kind: str) -> None:
+@pytest.mark.parametrize("optimizer", ("sgd", "rowwise_adagrad"))
+@pytest.mark.parametrize(
+    ("sharding", "kind"), (("table_wise", "table_wise"), ("row_wise", "unique_rows"), ("row_wise", "partial_pools"))
+)
+def test_torchrec_trains_the_same_and_sends_no_less(world: World, sharding: str, kind: str, optimizer: str) -> None:
     tables = (
         Table(64, 8, kind, (1,)),
         Table(32, 8, kind, (3,), "mean"),
         Table(96, 16, kind, (2,)),
         Table(40, 16, kind),
     )
-    for answer in world.run(train_both, Case(tables, batch_size=64, steps=3), sharding):
+    for answer in world.run(train_both, Case(tables, optimizer, batch_size=64, steps=3), sharding):
         assert answer["moved"] > 1e-3
-        assert answer["worst"] <= 1e-6
-        if sharding == "row_wise":  # with batches this small the rungs of table-wise ids weigh more than they save
+        # Adagrad's first steps are as long as the rate, whatever the gradient: its last bits count a hundredfold.
+        assert answer["worst"] <= (1e-6 if optimizer == "sgd" else 1e-5)
+        if kind == "unique_rows":  # with batches this small the rungs of table-wise ids weigh more than they save
             assert answer["own_bytes"] <= answer["their_bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from tpurec.sharding.plan import Plan
 if TYPE_CHECKING:
     from pipelines.worker import Channel
 
+MAX_WORKERS_PER_CPU = 16
+
 
 def check_workers(recipe: Recipe) -> None:
     """Refuse a recipe that workers of this host cannot train.
@@ -29,7 +32,7 @@ def check_workers(recipe: Recipe) -> None:
         recipe: the resolved recipe, with workers.
 
     Raises:
-        ConfigError: its slice is not one of CPUs.
+        ConfigError: its slice is not one of CPUs, or there are far more workers than CPUs.
     """
     config = recipe.sharding
     if config.topology.chip is not None or recipe.device.kind != "cpu":
@@ -37,6 +40,14 @@ def check_workers(recipe: Recipe) -> None:
             f"the recipe is for {config.topology.name} (device.kind = {recipe.device.kind!r}); workers of this host "
             "run on CPUs.",
             "Train with --engine ray on a cluster that has the slice, or leave out sharding.slice and device.kind.",
+        )
+    num_cpus = len(os.sched_getaffinity(0))
+    most = MAX_WORKERS_PER_CPU * num_cpus
+    if config.num_ranks > most:
+        raise ConfigError(
+            f"{config.num_ranks} workers on a host with {num_cpus} CPUs for this process: at most {most} are started "
+            f"({MAX_WORKERS_PER_CPU} a CPU), each a process with torch.",
+            f"Use --workers {num_cpus}: more are slower here. Many small processes go to --engine ray on a cluster.",
         )
 
 

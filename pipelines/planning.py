@@ -35,9 +35,16 @@ def choose_plan(run: Run, recipe: Recipe, schema: Schema) -> Plan:
         The plan.
 
     Raises:
-        ConfigError: the given plan is for other tables or another number of workers, or nothing fits the slice.
+        ConfigError: the given plan is for other tables or another number of workers, nothing fits the slice, or a batch
+            has fewer rows than there are workers.
     """
     config = recipe.sharding
+    if recipe.train.batch_size < config.num_ranks:
+        raise ConfigError(
+            f"train.batch_size = {recipe.train.batch_size} is smaller than the number of workers, {config.num_ranks}: "
+            "some would never have a row.",
+            f"Use at most {recipe.train.batch_size} workers, or a larger train.batch_size.",
+        )
     # Every rank has the same number of slots; the last ones are padding if the batch cannot be shared evenly.
     batch_size = Share(0, config.num_ranks).size(recipe.train.batch_size) * config.num_ranks
     wanted = recipe_tables(recipe.model, recipe.tables, config, schema, batch_size)

@@ -51,6 +51,7 @@ def train(
 
     A RUN that exists is resumed from its last checkpoint; a finished one gives its result again.
     """
+    from pipelines.labels import check_labels
     from pipelines.recipe import read_recipe
     from pipelines.run import Run
     from pipelines.source import find_data
@@ -73,6 +74,7 @@ def train(
         if not resolved.sharding.num_ranks:  # workers may run elsewhere
             require_device(resolved.device)
         data = find_data(resolved)  # before the folder is made: a mistyped path leaves nothing behind
+        check_labels(data.train, data.schema)
         if resolved.device.kind == "tpu":
             check_tables(table_specs(resolved.tables, data.schema))
         train_as = _engine(run, resolved, data, engine, reporter, max_restarts)

@@ -16,7 +16,7 @@ import pytest
 
 from pipelines.metrics_log import read_metrics
 from pipelines.run import Run, load_run
-from tests.pipelines.conftest import click_rows, write_rows
+from tests.pipelines.conftest import SCHEMA, click_rows, write_rows
 from tpurec import cli
 from tpurec.sharding.checkpoint import list_checkpoints
 
@@ -145,6 +145,23 @@ def test_mistakes_are_one_line_with_the_right_exit_code_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("labels", [None, float("nan"), -1.0])
+def test_rows_that_all_lack_their_label_are_refused_before_there_is_a_run(recipe_file, tmp_path, labels):
+    """case 32: what fills the column at night may fail, and the training command is the first to see it"""
+    table = click_rows(1500, 5)
+    table = table.set_column(0, "click", pa.array([labels] * len(table), pa.float32()))
+    schema = tmp_path / "schema.toml"
+    schema.write_text(SCHEMA.to_text().replace('column = "click"', 'column = "click"\nmissing = -1.0'))
+    file = write_rows(tmp_path / "train.parquet", table)
+    words = ["train", recipe_file, "--out", tmp_path / "run", "--set", f"data.train={file}"]
+    answer, _ = tpurec(*words, "--set", f"data.schema={schema}", code=1)
+    assert "column 'click': no label in any of 1500 rows of 1 files" in answer["error"]["message"]
+    assert "label.column" in answer["error"]["remedy"] and not (tmp_path / "run").exists()
+    one = table.set_column(0, "click", pa.array([*[labels] * 1499, 1.0], pa.float32()))
+    write_rows(file, one)
+    tpurec(*words, "--set", f"data.schema={schema}", "--set", "train.max_steps=1", "--set", "data.validation_share=0")
+
+
 def until_checkpoint(process: subprocess.Popen, run: Run, count: int) -> None:
     deadline = time.monotonic() + 120
     while len(list_checkpoints(run.checkpoints)) < count:
@@ -215,6 +232,12 @@ def test_a_second_process_is_refused_while_the_first_trains(trained, tmp_path):
         (["--workers", "2", "--set", "sharding.constraints.usr.pin=row_wise"], 1, "there is no table 'usr'"),
         (["--engine", "ray", "--workers", "2", "--set", "device.kind=tpu"], 1, "Set sharding.slice"),
         (["--workers", "2", "--set", "device.check=true"], 1, "Check with one process"),
+        (["--workers", "1000"], 1, f"at most {16 * len(os.sched_getaffinity(0))} are started"),
+        (
+            ["--workers", "3", "--set", "train.batch_size=2"],
+            1,
+            "batch_size = 2 is smaller than the number of",
+        ),
     ],
 )
 def test_workers_that_cannot_be_are_refused_before_there_is_a_run(recipe_file, tmp_path, options, code, message):

@@ -170,6 +170,23 @@ def test_weights_that_are_not_expected_or_missing_are_refused():
         FusedEmbeddingBagCollection(configs, SGD(lr=0.1), is_weighted=True)(batch(["f1", "f2"]))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_weight_that_is_not_finite_is_refused_with_its_place_unless_its_id_is_skipped(bad, static):
+    table = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=9, feature_names=["f1", "f2"])
+    fused = FusedEmbeddingBagCollection([table], SGD(lr=0.1), is_weighted=True)
+    layout = {"length_per_key": [2, 3], "offset_per_key": [0, 2, 5]} if static else {}
+
+    def look_up(ids):
+        weights = torch.tensor([1.0, 1.0, 1.0, bad, 1.0])
+        lengths = torch.tensor([2, 0, 1, 2])
+        return fused(KeyedJaggedTensor(["f1", "f2"], torch.tensor(ids), weights, lengths=lengths, **layout)).values()
+
+    with pytest.raises(DataError, match=rf"feature 'f2': the weight {bad} \(value 1 of the feature; 1 in all\)"):
+        look_up([0, 1, 2, 3, 4])
+    assert look_up([0, 1, 2, -1, 4]).isfinite().all()
+
+
 def test_learning_rate_changes_between_steps():
     configs = make_tables("one_dim")
     once, twice = (FusedEmbeddingBagCollection(configs, SGD(lr=lr)) for lr in (0.2, 0.5))

@@ -20,7 +20,7 @@ from tpurec.embeddings import (
     deferred_tables,
 )
 from tpurec.embeddings.fuse import fused_optimizer_state_dict
-from tpurec.errors import ConfigError
+from tpurec.errors import ConfigError, DataError
 from tpurec.sharding.batch_router import BatchRouter
 from tpurec.sharding.dense_parallel import dense_gradient_reducer
 from tpurec.sharding.host_batch import read_batch
@@ -184,6 +184,17 @@ def test_columns_that_own_other_rows_are_refused_where_a_step_needs_whole_rows(s
     with pytest.raises(ConfigError, match=r"table 't0': columns 4 to 8 have the row rule '\w+', and RowWiseAdagrad"):
         make_stacks(placed, [RowWiseAdagrad(lr=0.1)], 3)
     assert make_stacks(placed, [SGD(lr=0.1)], 3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_weight_that_is_not_finite_is_refused_as_it_is_unsharded(bad: float, packed: bool) -> None:
+    examples = batches_of(Case((Table(20, 8, "table_wise", (3,)),), batch_size=6, steps=1))[0]
+    batch = examples.packed(True, 6) if packed else examples.jagged(True)
+    weights = batch.sparse["f0_0"].weights if packed else batch.weights()
+    weights[1] = bad
+    with pytest.raises(DataError, match=rf"feature 'f0_0': the weight {bad} \(value 1 of the feature; 1 in all\)"):
+        read_batch(batch, {"f0_0": True})
 
 
 def test_sequence_collections_are_refused() -> None:

@@ -157,9 +157,9 @@ def stack_ids(features: KeyedJaggedTensor, stack: TableStack) -> StackedIds:
         The ids as the ops take them.
 
     Raises:
-        DataError: on the CPU: lengths that do not sum to the number of values, or an id that is not a row, named with
-            feature, table and position. Other devices, and compiled code, cannot look at values: such an id is skipped
-            there, and never reads or changes another row.
+        DataError: on the CPU: lengths that do not sum to the number of values, an id that is not a row, named with
+            feature, table and position, or a weight of an id that is not finite. Other devices, and compiled code,
+            cannot look at values: such an id is skipped there, and never reads or changes another row.
     """
     if features.values().device.type == "cpu" and not torch.compiler.is_compiling():
         return _checked(features, stack)
@@ -199,6 +199,8 @@ def _checked(features: KeyedJaggedTensor, stack: TableStack) -> StackedIds:
     torch.cumsum(per_key[order].reshape(-1), 0, out=offsets[1:])
     if weights is not None:
         weights = torch.cat([weights[starts[key] : starts[key] + used[key]] for key in order]).float()
+        if not weights.isfinite().all():
+            _check_weights(weights, rows, [keys[key] for key in order], [used[key] for key in order])
     return StackedIds(rows, offsets, weights)
 
 
@@ -216,6 +218,32 @@ def _write_rows(target: Tensor, ids: Tensor, stack: TableStack, feature: int) ->
     torch.add(ids, stack.feature_row_starts[feature], out=target)
     if low < 0:
         target[ids < 0] = -1
+
+
+def _check_weights(weights: Tensor, rows: Tensor, names: Sequence[str], used: Sequence[int]) -> None:
+    """Refuse the first weight that is not finite; that of a skipped id does not matter."""
+    bad = ~weights.isfinite() & (rows >= 0)
+    for name, of_feature, values in zip(names, bad.split(used), weights.split(used), strict=True):
+        if len(positions := of_feature.nonzero()):
+            raise weight_not_finite(name, float(values[positions[0]]), int(positions[0]), len(positions))
+
+
+def weight_not_finite(feature: str, weight: float, position: int, count: int) -> DataError:
+    """An error for a weight that would make every vector that it touches, and then the tables, NaN.
+
+    Args:
+        feature: its name.
+        weight: the first such weight.
+        position: its place among the feature's values.
+        count: such weights of the feature.
+
+    Returns:
+        The error, to be raised.
+    """
+    return DataError(
+        f"feature {feature!r}: the weight {weight} (value {position} of the feature; {count} in all) is not finite.",
+        "Give one finite weight per id.",
+    )
 
 
 def _static(features: KeyedJaggedTensor, stack: TableStack) -> StackedIds:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torchrec import KeyedJaggedTensor
 
-from tpurec.embeddings.jagged import TorchBatch, check_sizes
+from tpurec.embeddings.jagged import TorchBatch, check_sizes, weight_not_finite
 from tpurec.errors import DataError
 from tpurec.features.packing import PackedBatch
 
@@ -24,34 +24,48 @@ class HostBatch:
         values: for each feature its ids, without padding or skipped ones, int32 or int64 `[num_ids]`.
         lengths: for each feature the ids of each example, int32 `[num_examples]`.
         weights: for each feature float32 `[num_ids]`; None without weights.
+        with_skipped: of features that have skipped ids: ids with -1 in the places of those, and lengths with them.
     """
 
     num_examples: int
-    values: Mapping[str, np.ndarray]
-    lengths: Mapping[str, np.ndarray]
-    weights: Mapping[str, np.ndarray] | None
+    values: dict[str, np.ndarray]
+    lengths: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray] | None
+    with_skipped: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def sequence(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """A feature as a sequence, in which a skipped id keeps its place.
+
+        Args:
+            name: of the feature.
+
+        Returns:
+            Ids, -1 for skipped ones, and int32 lengths `[num_examples]`.
+        """
+        return self.with_skipped.get(name) or (self.values[name], self.lengths[name])
 
 
-def read_batch(batch: Batch, needed: dict[str, bool]) -> HostBatch:
+def read_batch(batch: Batch, needed: Mapping[str, bool | None]) -> HostBatch:
     """Take the ids of some features out of a batch, without padding and skipped ids.
 
     Args:
         batch: this rank's examples.
-        needed: the features, and whether each needs weights.
+        needed: the features, and whether each needs weights; None if nobody asks, as for sequences.
 
     Returns:
         The ids on the host.
 
     Raises:
-        DataError: a feature or weights that the batch lacks, or parts that do not fit together.
+        DataError: a feature or weights that the batch lacks, parts that do not fit together, or a weight of an id that
+            is not finite.
     """
     if isinstance(batch, PackedBatch):
         return _read_packed(batch, needed)
     return _read_jagged(jagged_of(batch), needed)
 
 
-def _read_packed(batch: PackedBatch, needed: dict[str, bool]) -> HostBatch:
-    values, lengths, weights = {}, {}, {}
+def _read_packed(batch: PackedBatch, needed: Mapping[str, bool | None]) -> HostBatch:
+    host = HostBatch(batch.batch_size, {}, {}, {})
     for name, weighted in needed.items():
         if name not in batch.sparse:
             raise DataError(f"feature {name!r} is not in the batch.", f"It has: {', '.join(batch.sparse) or 'none'}.")
@@ -60,14 +74,13 @@ def _read_packed(batch: PackedBatch, needed: dict[str, bool]) -> HostBatch:
         given = feature.weights
         if weighted and given is None:
             given = np.ones(count, dtype=np.float32)  # as `to_torch` does where only some features have weights
-        _keep(
-            name, feature.rows[:count], feature.lengths, given[:count] if weighted else None, values, lengths, weights
-        )
-    return HostBatch(batch.batch_size, values, lengths, weights)
+        _keep(host, name, feature.rows[:count], feature.lengths, given[:count] if weighted else None)
+    return host
 
 
-def _read_jagged(features: KeyedJaggedTensor, needed: dict[str, bool]) -> HostBatch:
-    is_weighted = any(needed.values())
+def _read_jagged(features: KeyedJaggedTensor, needed: Mapping[str, bool | None]) -> HostBatch:
+    asked = [weighted for weighted in needed.values() if weighted is not None]
+    is_weighted = any(asked) if asked else features.weights_or_none() is not None
     check_sizes(features, list(needed), is_weighted)
     keys = features.keys()
     per_key = features.lengths().cpu().numpy().reshape(len(keys), -1)
@@ -85,7 +98,7 @@ def _read_jagged(features: KeyedJaggedTensor, needed: dict[str, bool]) -> HostBa
             )
     if per_key.size and per_key.min() < 0:
         raise DataError(f"lengths has a negative value: {per_key.min()}.")
-    values, lengths, weights = {}, {}, {}
+    host = HostBatch(features.stride(), {}, {}, {})
     for name, weighted in needed.items():
         key = keys.index(name)
         begin, end = int(starts[key]), int(starts[key] + used[key])
@@ -94,29 +107,25 @@ def _read_jagged(features: KeyedJaggedTensor, needed: dict[str, bool]) -> HostBa
                 f"feature {name!r}: lengths sum to {used[key]}, but it has room for "
                 f"{starts[key + 1] - starts[key]} values."
             )
-        _keep(name, ids[begin:end], per_key[key], given[begin:end] if weighted else None, values, lengths, weights)
-    return HostBatch(features.stride(), values, lengths, weights)
+        _keep(host, name, ids[begin:end], per_key[key], given[begin:end] if weighted else None)
+    return host
 
 
-def _keep(
-    name: str,
-    ids: np.ndarray,
-    lengths: np.ndarray,
-    weights: np.ndarray | None,
-    into_values: dict[str, np.ndarray],
-    into_lengths: dict[str, np.ndarray],
-    into_weights: dict[str, np.ndarray],
-) -> None:
+def _keep(host: HostBatch, name: str, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None) -> None:
     """Put a feature into the batch; id -1 is skipped, with its weight."""
     if len(ids) and ids.min() == -1:
+        host.with_skipped[name] = ids, lengths.astype(np.int32, copy=False)
         keep = ids != -1
         example_of_id = np.repeat(np.arange(len(lengths)), lengths)
         lengths = np.bincount(example_of_id[keep], minlength=len(lengths))
         ids = ids[keep]
         weights = None if weights is None else weights[keep]
-    into_values[name], into_lengths[name] = ids, lengths.astype(np.int32, copy=False)
+    if weights is not None and not np.isfinite(weights).all():
+        bad = np.flatnonzero(~np.isfinite(weights))
+        raise weight_not_finite(name, weights[bad[0]], bad[0], len(bad))
+    host.values[name], host.lengths[name] = ids, lengths.astype(np.int32, copy=False)
     if weights is not None:
-        into_weights[name] = weights
+        host.weights[name] = weights
 
 
 def with_empty_features(host: HostBatch, spare: Sequence[str]) -> HostBatch:
@@ -138,6 +147,7 @@ def with_empty_features(host: HostBatch, spare: Sequence[str]) -> HostBatch:
         {**dict.fromkeys(spare, none), **host.values},
         {**dict.fromkeys(spare, zeros), **host.lengths},
         {**dict.fromkeys(spare, no_weights), **host.weights},
+        host.with_skipped,
     )
 
 

@@ -54,12 +54,15 @@ def test_toml_and_json_read_alike(tmp_path):
         ({"pin_ranks": [0]}, ["'user'", "pin_ranks", "needs pin"]),
         ({"unique_share": 0.5}, ["'user'", "unique_share", "unique_share_ids"]),
         ({"zipf_exponent": float("nan")}, ["'user'", "zipf_exponent"]),
+        ({"features": ["user_id"]}, ["(user)", "['user_id']", 'features = [{name = "user_id"}]']),
+        ({"features": "user_id"}, ["(user)", "'user_id'", 'features = [{name = "user_id"}]']),
     ],
 )
 def test_what_is_wrong_is_named(change, words):
     with pytest.raises(ConfigError) as caught:
         from_table_mapping({"tables": [{**GOOD, **change}]}, "lists/a.toml")
     assert [word for word in words if word not in str(caught.value)] == []
+    assert str(caught.value).startswith("lists/a.toml")
 
 
 @pytest.mark.parametrize(
@@ -74,13 +77,16 @@ def test_what_is_wrong_is_named(change, words):
         ({"tables": [GOOD], "assumptions": {"gather_efficiency": 1.5}}, "gather_efficiency = 1.5: is a share"),
         ({"tables": [GOOD], "assumptions": {"hbm_bytes": 0}}, "hbm_bytes = 0: must be greater than 0"),
         ({"tables": [GOOD, {**GOOD, "features": [{"name": "other"}]}]}, "table 'user' is listed 2 times"),
-        ({"tables": [GOOD, {**GOOD, "name": "item"}]}, "feature 'user_id' is listed 2 times"),
+        ({"tables": [GOOD, {**GOOD, "name": "item"}]}, "feature 'user_id' is listed 2 times (table 'user', 'item')"),
+        ({"tables": [GOOD], "assumptions": {"zipf_exponent": float("nan")}}, "zipf_exponent = nan"),
+        ({"tables": [GOOD], "assumptions": 3}, "assumptions = 3: must be a section"),
     ],
 )
 def test_faults_of_the_whole_list(mapping, words):
     with pytest.raises(ConfigError) as caught:
         from_table_mapping(mapping, "a.json")
     assert words in str(caught.value)
+    assert str(caught.value).startswith("a.json: ") or str(caught.value).startswith("a.json [assumptions]: ")
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,14 +207,17 @@ def check_names(tables: tuple[TableSpec, ...] | list[TableSpec]) -> None:
     """
     if not tables:
         raise ConfigError("the table list is empty.", "Add [[tables]] entries.")
-    _unique("table", [table.name for table in tables])
-    _unique("feature", [feature.name for table in tables for feature in table.features])
-
-
-def _unique(what: str, names: list[str]) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ConfigError(f"{what} {twice[0]!r} is listed {names.count(twice[0])} times.", "Names must be unique.")
+    for name, count in Counter(table.name for table in tables).items():
+        if count > 1:
+            raise ConfigError(f"table {name!r} is listed {count} times.", "Table names must be unique.")
+    users = [(feature.name, table.name) for table in tables for feature in table.features]
+    for name, count in Counter(feature for feature, _ in users).items():
+        if count > 1:
+            where = ", ".join(dict.fromkeys(repr(table) for feature, table in users if feature == name))
+            raise ConfigError(
+                f"feature {name!r} is listed {count} times (table {where}).",
+                "A feature looks up in one table: give each its own name.",
+            )
 
 
 def read_tables(path: str | Path) -> TableList:
@@ -257,12 +262,38 @@ def from_table_mapping(mapping: dict[str, Any], where: str) -> TableList:
     for position, entry in enumerate(entries):
         if not isinstance(entry, dict):
             raise ConfigError(f"{where}: tables[{position}] = {entry!r}: a table is a mapping of keys and values.")
-        tables.append(from_mapping(TableSpec, entry, f"{where} tables[{position}] ({entry.get('name', 'no name')})"))
-    assumptions = from_mapping(Assumptions, mapping.get("assumptions", {}), f"{where} [assumptions]")
+        with _named(where):
+            tables.append(_table(entry, f"{where} tables[{position}] ({entry.get('name', 'no name')})"))
+    section = mapping.get("assumptions", {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{where}: assumptions = {section!r}: must be a section.", "Write [assumptions] above it.")
+    with _named(where):
+        assumptions = from_mapping(Assumptions, section, f"{where} [assumptions]")
     batch_size = mapping.get("batch_size")
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise ConfigError(f"{where}: batch_size = {batch_size!r}: must be a whole number, 1 or more.")
-    return TableList(tuple(tables), assumptions, batch_size)
+    with _named(where):
+        return TableList(tuple(tables), assumptions, batch_size)
+
+
+def _table(entry: dict[str, Any], where: str) -> TableSpec:
+    features = entry.get("features")
+    wrong = [one for one in features if not isinstance(one, dict)] if isinstance(features, list) else [features]
+    if "features" in entry and wrong:
+        raise ConfigError(
+            f"{where}: features = {features!r}: must be a list of mappings.", 'Write features = [{name = "user_id"}].'
+        )
+    return from_mapping(TableSpec, entry, where)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Put the file's name before what a table or feature says of itself."""
+    try:
+        yield
+    except ConfigError as error:
+        named = error.problem if error.problem.startswith(where) else f"{where}: {error.problem}"
+        raise ConfigError(named, error.remedy) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -270,8 +301,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         mapping = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file.", "Check the path.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder, a JSON file is expected.", "Check the path.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}.") from None
+        raise ConfigError(f"{path}: not valid JSON: {error}.", "A table list is JSON or TOML text.") from None
     if not isinstance(mapping, dict):
         raise ConfigError(f"{path}: the top level must be an object with a list 'tables'.")
     return mapping

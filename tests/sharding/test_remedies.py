@@ -45,3 +45,17 @@ def test_all_tables_are_changed_if_the_largest_alone_does_not_help():
     tables: list[TableSpec] = [table(f"t{i}", 20_000_000, 128) for i in range(4)]  # 41 GB, 10 GB each
     found = actions(plan(tables, "v6e-1", 1024))
     assert "all tables: bfloat16 weights" in found and "table 't0': bfloat16 weights" not in found
+
+
+def test_a_batch_that_fills_the_memory_is_named_once_with_a_batch_that_fits():
+    answer = plan([table(f"t{i}", 1000 + i, 64) for i in range(3)], "v6e-4", 2**22)
+    problem = answer.problems[0]
+    assert len(answer.problems) == 1 and problem.table == "" and problem.bytes_missing > 0
+    assert "4,194,304 examples, 1,048,576 a rank" in problem.message and "nothing for tables" in problem.message
+    assert actions(answer) == ["--batch-size 2097152 in place of 4194304", "use v6e-8 (8 chips instead of 4)"]
+
+
+def test_a_smaller_batch_is_offered_only_where_the_batch_is_what_fills_the_memory():
+    crowded = plan([table("t", 57_000_000, 128)], "v6e-1", 65536)  # 27 GiB beside 3 GiB of activations
+    assert "--batch-size 32768 in place of 65536" in actions(crowded)
+    assert not any("batch" in action for action in actions(plan([table("t", 90_000_000, 128)], "v6e-1", 1024)))

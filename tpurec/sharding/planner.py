@@ -72,7 +72,7 @@ def _plan_once(
 ) -> Plan | Infeasible:
     searching, proving = Clock(None if seconds is None else _SEARCH * seconds, tell), Clock(seconds, tell)
     space = make_space(tables, slice_, batch_size, given)
-    impossible = [found for table in tables for found in _alone_too_large(space, table)]
+    impossible = _nothing_left(space) or [found for table in tables for found in _alone_too_large(space, table)]
     found = search(space, tables, slice_, given, searching)
     assembly = Assembly(space, found.placement)
     if not found.fits:
@@ -109,11 +109,11 @@ def _plan_once(
 def _with_remedies(
     answer: Infeasible, tables: list[TableSpec], slice_: SliceTopology, given: Assumptions, seconds: float | None
 ) -> Infeasible:
-    def again(changed: Sequence[TableSpec], where: SliceTopology) -> Plan | Infeasible:
-        return _plan_once(list(changed), where, answer.batch_size, given, seconds)
+    def again(changed: Sequence[TableSpec], where: SliceTopology, batch_size: int) -> Plan | Infeasible:
+        return _plan_once(list(changed), where, batch_size, given, seconds)
 
     worst = answer.problems[0]
-    ways = find_remedies(tables, slice_, worst.table, again)
+    ways = find_remedies(tables, slice_, answer, again)
     return dataclasses.replace(answer, problems=(dataclasses.replace(worst, remedies=ways), *answer.problems[1:]))
 
 
@@ -158,13 +158,8 @@ def make_space(tables: Sequence[TableSpec], slice_: SliceTopology, batch_size: i
         ConfigError: see `plan`.
     """
     check_names(list(tables))
+    check_batch(batch_size, slice_)
     ranks = slice_.num_ranks
-    if batch_size < ranks or batch_size % ranks:
-        near = sorted({max(1, batch_size // ranks) * ranks, ceil(batch_size / ranks) * ranks})
-        raise ConfigError(
-            f"batch size {batch_size} cannot be shared evenly by the {ranks} ranks of {slice_.name}.",
-            f"Use {' or '.join(map(str, near))}.",
-        )
     for table in tables:
         if table.num_embeddings > 2**31 - 1 and _rows_of_smallest_shard(table, ranks) > 2**31 - 1:
             raise ConfigError(
@@ -174,8 +169,41 @@ def make_space(tables: Sequence[TableSpec], slice_: SliceTopology, batch_size: i
     return Space(tables, CostModel(slice_, batch_size, assumptions.on(slice_)))
 
 
+def check_batch(batch_size: int, slice_: SliceTopology) -> None:
+    """Check that every rank gets equally many examples.
+
+    Args:
+        batch_size: global examples per step.
+        slice_: where.
+
+    Raises:
+        ConfigError: it does not divide; the text names the nearest that do.
+    """
+    ranks = slice_.num_ranks
+    if batch_size < ranks or batch_size % ranks:
+        near = sorted({max(1, batch_size // ranks) * ranks, ceil(batch_size / ranks) * ranks})
+        raise ConfigError(
+            f"batch size {batch_size} cannot be shared evenly by the {ranks} ranks of {slice_.name}.",
+            f"Use {' or '.join(map(str, near))}.",
+        )
+
+
 def _rows_of_smallest_shard(table: TableSpec, ranks: int) -> int:
     return ceil(table.num_embeddings / ranks) if "row_wise" in table.allowed else table.num_embeddings
+
+
+def _nothing_left(space: Space) -> list[Problem]:
+    """A batch that fills the memory before there is any table: no table's fault."""
+    model = space.model
+    missing = space.constant_bytes + model.assume.workspace_bytes - model.capacity_bytes
+    if missing <= 0:
+        return []
+    message = (
+        f"a batch of {model.batch_size:,} examples, {model.local_batch:,.0f} a rank, needs "
+        f"{_gib(space.constant_bytes)} a rank for activations, inputs, dense model and programs; "
+        f"{model.slice.name} has {_gib(model.capacity_bytes)} after the reserve, which leaves nothing for tables."
+    )
+    return [Problem("", message, round(missing))]
 
 
 def _alone_too_large(space: Space, table: TableSpec) -> list[Problem]:

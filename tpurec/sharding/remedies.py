@@ -6,62 +6,78 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tpurec.errors import ConfigError
 from tpurec.sharding.plan import Infeasible, Plan
 from tpurec.sharding.tables import TableSpec
 from tpurec.topology.slices import SliceTopology, larger
 
-Planner = Callable[[Sequence[TableSpec], SliceTopology], Plan | Infeasible]
+Planner = Callable[[Sequence[TableSpec], SliceTopology, int], Plan | Infeasible]
 _LARGER_SLICES = 6
+_SMALLER_BATCHES = 2
+_GROW_WITH_THE_BATCH = ("activations", "inputs", "exchange_buffers")
 
 
 def find_remedies(
-    tables: Sequence[TableSpec], slice_: SliceTopology, table: str, planner: Planner
+    tables: Sequence[TableSpec], slice_: SliceTopology, answer: Infeasible, planner: Planner
 ) -> tuple[dict[str, Any], ...]:
     """Try ways out of a plan that does not fit.
 
     Args:
         tables: all tables.
         slice_: where they do not fit.
-        table: the table that is in the way.
-        planner: plans tables on a slice, everything else unchanged; may raise ConfigError.
+        answer: why they do not fit; the first problem names the table that is in the way, if it is one.
+        planner: plans tables on a slice at a batch size, everything else unchanged; may raise ConfigError.
 
     Returns:
         What fits: dicts with `action`, `slice`, `num_chips`, `step_seconds` and `hbm_bytes_max` of the plan it gives.
-        Changes to one table come before changes to all, and the smallest slice that fits comes last. If only several
-        changes together help, they are one entry.
+        Changes to one table come before changes to all, then a smaller batch, and the smallest slice that fits comes
+        last. If only several changes together help, they are one entry.
     """
-    from tpurec.errors import ConfigError
-
+    batch_size, name = answer.batch_size, answer.problems[0].table
     found = []
-    for action, changed in _changes(list(tables), table):
+    for action, changed in _changes(list(tables), name) if name else ():
         if found and action.startswith("together"):
             continue
-        answer = _try(planner, changed, slice_, ConfigError)
-        if answer is not None:
-            found.append(_describe(action, answer))
+        plan = _try(planner, changed, slice_, batch_size)
+        if plan is not None:
+            found.append(_describe(action, plan))
+    for smaller in _smaller_batches(answer, slice_.num_ranks):
+        plan = _try(planner, tables, slice_, smaller)
+        if plan is not None:
+            found.append(_describe(f"--batch-size {smaller} in place of {batch_size}", plan))
+            break
     for bigger in larger(slice_, _LARGER_SLICES):
-        answer = _try(planner, tables, bigger, ConfigError)
-        if answer is not None:
-            found.append(
-                _describe(f"use {bigger.name} ({bigger.num_chips} chips instead of {slice_.num_chips})", answer)
-            )
+        plan = _try(planner, tables, bigger, batch_size)
+        if plan is not None:
+            found.append(_describe(f"use {bigger.name} ({bigger.num_chips} chips instead of {slice_.num_chips})", plan))
             break
     else:
         free = [_freed(entry) for entry in tables]
         if free != list(tables):
             for bigger in larger(slice_, _LARGER_SLICES):
-                answer = _try(planner, free, bigger, ConfigError)
-                if answer is not None:
+                plan = _try(planner, free, bigger, batch_size)
+                if plan is not None:
                     text = f"use {bigger.name} ({bigger.num_chips} chips) and allow every sharding"
-                    found.append(_describe(text, answer))
+                    found.append(_describe(text, plan))
                     break
     return tuple(found)
 
 
-def _try(planner: Planner, tables: Sequence[TableSpec], slice_: SliceTopology, refused: type[Exception]) -> Plan | None:
+def _smaller_batches(answer: Infeasible, num_ranks: int) -> Iterator[int]:
+    """The largest powers of two a rank whose part of the memory leaves room for the rest, by proportion."""
+    growing = sum(answer.hbm_parts.get(use, 0) for use in _GROW_WITH_THE_BATCH)
+    missing = answer.hbm_bytes_max - answer.hbm_bytes_budget
+    if growing <= missing:
+        return
+    most = int(answer.batch_size * (1 - missing / growing)) // num_ranks
+    for power in range(most.bit_length() - 1, max(-1, most.bit_length() - 1 - _SMALLER_BATCHES), -1):
+        yield num_ranks * 2**power
+
+
+def _try(planner: Planner, tables: Sequence[TableSpec], slice_: SliceTopology, batch_size: int) -> Plan | None:
     try:
-        answer = planner(tables, slice_)
-    except refused:  # such as a batch that the larger slice cannot share evenly
+        answer = planner(tables, slice_, batch_size)
+    except ConfigError:  # such as a batch that the larger slice cannot share evenly
         return None
     return answer if isinstance(answer, Plan) else None
 

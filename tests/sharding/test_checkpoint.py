@@ -146,6 +146,22 @@ def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path, kind):
         load_checkpoint(path, zeros_like(tensors))
 
 
+def test_a_manifest_that_is_a_link_is_refused(tmp_path):
+    path = Checkpointer(tmp_path / "checkpoints", keep_last=1).save(1, some_tensors(), {})
+    outside = (path / MANIFEST).rename(tmp_path / "outside.json")
+    (path / MANIFEST).symlink_to(outside)
+    for read in (read_manifest, verify_checkpoint, lambda folder: load_checkpoint(folder, zeros_like(some_tensors()))):
+        with pytest.raises(CheckpointError, match=r"manifest\.json: is a link"):
+            read(path)
+
+
+def test_what_loading_returns_is_short_when_it_is_shown(tmp_path):
+    tensors = {f"model.{number}": torch.zeros(1) for number in range(100)}
+    path = Checkpointer(tmp_path, keep_last=1).save(7, tensors, {})
+    shown = repr(load_checkpoint(path, tensors))
+    assert len(shown) < 300 and "step=7" in shown
+
+
 def test_the_last_few_and_the_best_are_kept(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep_last=2)
     for step, score in [(1, None), (2, -0.4), (3, -0.3), (4, -0.3), (5, -0.9), (6, None)]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from math import ceil
 from pathlib import Path
@@ -90,8 +90,9 @@ class CheckpointManifest:
     step: int
     score: float | None
     state: dict[str, Any]
-    tensors: dict[str, StoredTensor]
-    files: dict[str, dict[str, Any]]
+    # Not shown by repr: a notebook's last line would fill pages.
+    tensors: dict[str, StoredTensor] = field(repr=False)
+    files: dict[str, dict[str, Any]] = field(repr=False)
     world_size: int = 1
     version: int = FORMAT_VERSION
 
@@ -219,10 +220,12 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
         Its contents.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or its version is not known.
+        CheckpointError: there is none, it is a link or damaged, or its version is not known.
     """
     folder = Path(folder)
     path = folder / MANIFEST
+    if path.is_symlink():  # as `checkpoint_load` says of the other files: nothing outside of the folder is read
+        raise CheckpointError(f"{path}: is a link; a checkpoint's files are its own.", "Copy what it links to.")
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text)

@@ -120,7 +120,7 @@ def train_ray_workers(
             reason = " ".join(str(error).split())[:300]
             raise TpurecError(
                 f"Ray Train gave up after {max_restarts} restarts: {reason}.",
-                "The same command goes on from the last checkpoint.",
+                f"The same command with --out {run.path} goes on from the last checkpoint.",
             ) from error
     return {**answer, "restarts": max(0, _count(starts) - 1)}
 

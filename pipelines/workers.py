@@ -121,7 +121,8 @@ def run_workers(
         often = f"after {max_restarts} restarts " if max_restarts else ""
         raise TpurecError(
             f"{often}worker {rank} of {job.num_workers} {how}.",
-            "Out of memory? Use fewer --workers or a smaller batch. The same command goes on from the last checkpoint.",
+            "Out of memory? Use fewer --workers or a smaller batch. The same command with --out set to the RUN goes on "
+            "from the last checkpoint.",
         )
     if attempt.problem is not None:
         raise TpurecError(*attempt.problem)

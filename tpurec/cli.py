@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import tpurec
-from tpurec.errors import TpurecError
+from tpurec.errors import Interrupted, TpurecError
 from tpurec.reporting import Reporter
 
 GROUP = "tpurec.commands"
@@ -120,6 +120,9 @@ def _run(arguments: list[str]) -> int:
         error.show()
         _print_json_error(arguments, error.format_message(), "See --help.")
         return EXIT_USAGE
+    except Interrupted as error:
+        _fail(arguments, error.problem, error.remedy)
+        return EXIT_INTERRUPTED
     except TpurecError as error:
         return _fail(arguments, error.problem, error.remedy)
     except BrokenPipeError:  # the reader, such as `head`, has gone: not a failure worth a traceback

@@ -21,6 +21,10 @@ class ConfigError(TpurecError):
     """A recipe, schema or table list that cannot be used as it is."""
 
 
+class Interrupted(TpurecError):
+    """Ctrl-C, or a polite kill, in a command that can be gone on with; the command line exits with 130."""
+
+
 class DataError(TpurecError):
     """Input data that breaks the schema or the recipe's policy."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tpurec import atomic
-from tpurec.errors import ConfigError
+from tpurec.errors import ConfigError, Interrupted
 from tpurec.reporting import JsonOption, Reporter
 
 if TYPE_CHECKING:
@@ -78,13 +79,24 @@ def train(
         if resolved.device.kind == "tpu":
             check_tables(table_specs(resolved.tables, data.schema))
         train_as = _engine(run, resolved, data, engine, reporter, max_restarts)
-        with run.locked() as lock:
-            result = run.result() or _train(run, resolved, data, engine, reporter, partial(train_as, lock))
+        try:
+            with run.locked() as lock:
+                result = run.result() or _train(run, resolved, data, engine, reporter, partial(train_as, lock))
+        except KeyboardInterrupt:
+            words = _words(recipe, overrides, run, engine, max_restarts, as_json)
+            raise Interrupted("interrupted.", f"Go on from the last checkpoint: {shlex.join(words)}") from None
     else:
         reporter.log(f"{run.path}: this RUN is finished; its result is printed again.")
     for warning in result["warnings"]:
         reporter.warn(warning)
     reporter.result(result, lambda console: _summary(console, result))
+
+
+def _words(recipe: Path, overrides: list[str], run: Run, engine: str, max_restarts: int, as_json: bool) -> list[str]:
+    """The command that goes on with a run, also one whose folder was not named."""
+    words = ["tpurec", "train", str(recipe), *(word for override in overrides for word in ("--set", override))]
+    words += ["--out", str(run.path), "--engine", engine, "--max-restarts", str(max_restarts)]
+    return [*words, "--json"] if as_json else words
 
 
 def _engine(

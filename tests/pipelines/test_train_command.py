@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -170,6 +172,14 @@ def until_checkpoint(process: subprocess.Popen, run: Run, count: int) -> None:
         time.sleep(0.005)
 
 
+def until_there_is(folder: Path, pattern: str) -> Path:
+    deadline = time.monotonic() + 120
+    while not (found := list(folder.glob(pattern))):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found[0].relative_to(folder)
+
+
 @pytest.mark.multiprocess
 def test_killed_with_sigkill_in_mid_epoch_and_rerun_gives_the_same_numbers_to_the_bit(trained, tmp_path):
     """cases 24, 25"""
@@ -191,18 +201,25 @@ def test_killed_with_sigkill_in_mid_epoch_and_rerun_gives_the_same_numbers_to_th
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_exits_with_130_and_the_run_can_be_resumed(trained, tmp_path, how):
+def test_an_interrupt_exits_with_130_and_says_the_command_that_goes_on(trained, tmp_path, monkeypatch, how):
     _, recipe, result = trained
-    run = Run(tmp_path / "run")
-    process = start("train", recipe, "--out", run.path, "--json")
+    monkeypatch.chdir(tmp_path)
+    process = start("train", recipe, "--set", "train.log_every_steps=7", "--json")  # without --out
+    run = Run(until_there_is(tmp_path, "runs/*"))
     until_checkpoint(process, run, 1)
     process.send_signal(how)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "interrupted" in err and "Traceback" not in err
-    assert json.loads(out)["error"]["message"] == "interrupted."
+    error = json.loads(out)["error"]
+    assert error["message"] == "interrupted."
     assert all(path.name.startswith("step-") for path in run.checkpoints.iterdir()), "nothing is half-written"
-    resumed, _ = tpurec("train", recipe, "--out", run.path)
+    before, command = error["remedy"].split(": ", 1)
+    assert before == "Go on from the last checkpoint" and command in err
+    name, *words, last = shlex.split(command)
+    assert (name, last) == ("tpurec", "--json")
+    resumed, err = tpurec(*words)
+    assert "resuming at step" in err
     assert numbers(resumed) == numbers(result)
 
 

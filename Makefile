@@ -32,7 +32,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m examples.dlrm
 
 test: $(TEST_INSTALLED)
-	$(BIN)/python -m tests.tiers
+	$(BIN)/python -m tests.tiers $(TIERS)
 
 lint: $(TEST_INSTALLED)
 	$(BIN)/ruff check .

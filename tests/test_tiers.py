@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from tests import tiers
+from tests.emulated import setup
 
 
 def test_the_page_is_the_source_of_what_was_not_run_on_hardware():
@@ -28,6 +30,46 @@ def test_the_summary_prints_every_claim_and_an_empty_tier_does_not_pass(monkeypa
     for claim, _, where in tiers.not_run_on_hardware(tiers.HARDWARE_PAGE.read_text()):
         assert f"    {claim} (instead: {where})" in printed
     assert printed.index("=== summary") < printed.index("=== not run on hardware") < printed.index("0 passed")
+
+
+REPORT = """<testsuites><testsuite><testcase name="a"><skipped message="Skipped: no gcc"/></testcase>
+<testcase name="b">{outcome}</testcase></testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_tier_of_which_all_is_skipped_is_remarked_and_fails_where_it_must_run(monkeypatch, capsys, ran):
+    def run(command, **keywords):
+        (report,) = [word.split("=", 1)[1] for word in command if word.startswith("--junitxml")]
+        emulated = "emulated and not slow" in command
+        outcome = '<skipped message="Skipped: no gcc"/>' if emulated and not ran else ""
+        Path(report).write_text(REPORT.format(outcome=outcome))
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr(tiers.subprocess, "run", run)
+    assert tiers.main(["default", "emulated"]) == 0
+    assert ("NOTHING RAN" in capsys.readouterr().out) != ran
+    assert tiers.main(["default", "emulated", "--must-run"]) == (0 if ran else 1)
+    assert ("failed, because nothing ran: tier emulated" in capsys.readouterr().out) != ran
+
+
+def test_continuous_integration_lets_no_tier_pass_that_did_not_run():
+    ci, makefile = ((tiers.ROOT / name).read_text() for name in (".ci/run", "Makefile"))
+    assert "make test TIERS=--must-run" in ci and "-m tests.tiers $(TIERS)" in makefile
+
+
+@pytest.mark.parametrize("has_headers", [False, True])
+def test_a_compiler_without_headers_is_a_reason_to_skip_and_a_shim_that_does_not_compile_is_none(
+    monkeypatch, tmp_path, has_headers
+):
+    compiler = tmp_path / "gcc"
+    compiler.write_text(f"#!/bin/sh\ncase $* in *-shared*) exit 1;; *) exit {int(not has_headers)};; esac\n")
+    compiler.chmod(0o755)
+    (tmp_path / setup.PLUGIN).parent.mkdir(parents=True)
+    (tmp_path / setup.PLUGIN).touch()
+    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(setup.shutil, "which", lambda name: str(compiler))
+    with pytest.raises(RuntimeError if has_headers else setup.Unavailable, match="shim.c" if has_headers else "libc6"):
+        setup.prepare(tmp_path)
 
 
 def test_an_unknown_tier_is_a_usage_error():

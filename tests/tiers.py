@@ -2,6 +2,7 @@
 
 python -m tests.tiers              all tiers but `slow`
 python -m tests.tiers default ray  only these, one after the other
+python -m tests.tiers --must-run   a tier of which all tests were skipped fails, as in continuous integration
 
 All tiers together run in rounds: those of a round side by side, because one alone leaves a core idle; tiers that start
 processes of their own, or that something waits for, have their round to themselves.
@@ -40,6 +41,7 @@ BUDGETS = {
 ROUNDS = ((("default",), ("emulated",)), (("compile",), ("interpret", "browser")), (("multiprocess", "ray"),))
 STOP_FACTOR = 2
 STOPPED = 124
+MUST_RUN = "--must-run"
 NO_TESTS = 5  # pytest's exit code for "nothing collected"
 
 
@@ -125,7 +127,14 @@ def _read_report(report: Path, outcome: Outcome) -> None:
 def _remark(outcome: Outcome) -> str:
     if outcome.code == STOPPED:
         return "  STOPPED"
+    if _is_empty(outcome):
+        return "  NOTHING RAN"
     return "  over budget" if outcome.seconds > BUDGETS[outcome.tier] else ""
+
+
+def _is_empty(outcome: Outcome) -> bool:
+    """Whether what the tier is to prove was not even tried."""
+    return outcome.code in (0, NO_TESTS) and not outcome.counts["passed"]
 
 
 def not_run_on_hardware(page: str) -> list[tuple[str, str, str]]:
@@ -149,15 +158,16 @@ def not_run_on_hardware(page: str) -> list[tuple[str, str, str]]:
     return rows
 
 
-def main(tiers: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Run the tiers and print a summary.
 
     Args:
-        tiers: names; empty for all but `slow`.
+        words: names of tiers, none for all but `slow`; and `--must-run`: a tier in which nothing ran fails.
 
     Returns:
-        0 if every tier passed, else 1.
+        0 if every tier passed, else 1; 2 for words that mean nothing.
     """
+    tiers, must_run = [word for word in words if word != MUST_RUN], MUST_RUN in words
     unknown = set(tiers) - set(BUDGETS)
     if unknown:
         print(f"unknown tiers: {', '.join(sorted(unknown))}; known: {', '.join(BUDGETS)}", file=sys.stderr)
@@ -185,7 +195,11 @@ def main(tiers: list[str]) -> int:
         f"\n{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped in {seconds:.0f} s",
         flush=True,
     )
-    return 0 if all(outcome.code in (0, NO_TESTS) for outcome in outcomes) and total["passed"] else 1
+    empty = [outcome.tier for outcome in outcomes if _is_empty(outcome)]
+    if empty and must_run:
+        print(f"failed, because nothing ran: tier {', '.join(empty)} (the reasons are above)", flush=True)
+    passed = all(outcome.code in (0, NO_TESTS) for outcome in outcomes) and total["passed"]
+    return 0 if passed and not (must_run and empty) else 1
 
 
 if __name__ == "__main__":

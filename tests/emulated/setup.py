@@ -48,13 +48,13 @@ def prepare(cache: Path) -> Emulator:
         Paths of the libraries.
 
     Raises:
-        Unavailable: torch_tpu or gcc is missing, or the wheel cannot be fetched or is not the pinned one.
+        Unavailable: torch_tpu, gcc or C headers are missing, or the wheel cannot be fetched or is not the pinned one.
     """
     if importlib.util.find_spec("torch_tpu") is None:
         raise Unavailable("torch_tpu is not installed (pip install 'tpurec[tpu]')")
     compiler = shutil.which("gcc")
     if compiler is None:
-        raise Unavailable("gcc is not installed")
+        raise Unavailable("gcc is not installed (apt-get install gcc libc6-dev, or make system-packages)")
     cache.mkdir(parents=True, exist_ok=True)
     plugin = cache / PLUGIN
     if not plugin.exists():
@@ -67,9 +67,18 @@ def prepare(cache: Path) -> Emulator:
         command += ["-I", str(cache / _HEADERS), "-o", str(unfinished), str(SHIM_SOURCE), "-ldl"]
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         if built.returncode:
+            _check_headers(compiler)
             raise RuntimeError(f"gcc cannot build {SHIM_SOURCE.name}:\n{built.stderr}")
         unfinished.replace(shim)
     return Emulator(plugin, shim)
+
+
+def _check_headers(compiler: str) -> None:
+    """A compiler without the C library's headers builds nothing; that is the machine's state, not the shim's."""
+    command = [compiler, "-x", "c", "-E", "-"]
+    found = subprocess.run(command, input="#include <stdio.h>", capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise Unavailable("gcc has no C headers (apt-get install libc6-dev, or make system-packages)")
 
 
 def _fetch(cache: Path) -> None:

@@ -13,7 +13,9 @@ from tpurec.ops.jagged_dense import dense_to_jagged, jagged_dense_add, jagged_de
 from tpurec.ops.jagged_offsets import complete_cumsum, offsets_range
 from tpurec.ops.jagged_permute import expand_permute, invert_permute, permute_jagged, permute_jagged_grad, select_bags
 from tpurec.ops.jagged_segments import segment_grad, segment_mean, segment_sum
+from tpurec.ops.jagged_unique import unique_ids
 from tpurec.ops.pooled_permute import permute_multi, permute_pooled, permute_pooled_grad, regroup
+from tpurec.ops.row_blocks import select_rows, select_rows_grad
 
 fbgemm = torch.ops.fbgemm
 OFFSETS = torch.tensor([0, 2, 2, 5, 9])
@@ -67,6 +69,17 @@ ARGUMENTS = {
         (torch.tensor([20, 30]), ids(9), OFFSETS, None),
         (torch.tensor([20, 30]), ids(9), OFFSETS, torch.tensor([0, 1, 4])),
     ],
+    unique_ids: [
+        (torch.tensor([0, 40, 40, 80]), torch.tensor([0, 1, 3]), torch.tensor([0, 2, 2, 7, 7, 9, 15]), ids(20) % 5),
+        (torch.tensor([0, 40, 80]).int(), torch.tensor([0, 1, 2]), OFFSETS.int(), ids(dtype=torch.int32)),
+        (torch.tensor([0, 40, 80]), torch.tensor([0, 1, 2]), OFFSETS * 0, ids(0)),
+    ],
+    select_rows: [
+        (floats(18), torch.tensor([0, 2, 2, 3]), [2, 2], [3, 4], [2, 3], True),
+        (floats(18), torch.tensor([2, 0, 3], dtype=torch.int32), [0, 3], [3, 4], [2, 3]),
+        (floats(0), torch.zeros(0, dtype=torch.int64), [], [], [], False),
+    ],
+    select_rows_grad: [(floats(10).detach(), torch.tensor([0, 2, 3, 3]), [2, 2], [3, 4], [2, 3], True)],
 }
 ALL = [
     pytest.param(op, arguments, id=f"{op._name}-{n}")
@@ -85,7 +98,7 @@ def test_opcheck(op, arguments):
 
 DIFFERENTIABLE = [
     permute_jagged, block_bucketize, jagged_to_padded_dense, dense_to_jagged, jagged_dense_add, jagged_dense_multiply,
-    segment_sum, segment_mean, permute_pooled, permute_multi,
+    segment_sum, segment_mean, permute_pooled, permute_multi, select_rows,
 ]  # fmt: skip
 
 
@@ -207,6 +220,25 @@ WRONG = [
     (permute_pooled, (floats(2, 9), OFFSETS, torch.tensor([3, 3]), 7), ValueError, "num_columns: 7; .* 8"),
     (check_ids, (ids(), OFFSETS, torch.tensor([9, 9]), "clip"), ValueError, "policy: 'clip'"),
     (check_ids, (ids(), OFFSETS, torch.tensor([9, 9, 9]), "skip"), ValueError, "3 features"),
+    (unique_ids, (torch.tensor([0]), OFFSETS, OFFSETS, ids()), ValueError, "hash_starts: 1 values"),
+    (
+        unique_ids,
+        (OFFSETS[:4], torch.tensor([0, 3]), OFFSETS, ids()),
+        ValueError,
+        r"5 values; 3 features \* batch_size",
+    ),
+    (unique_ids, (-OFFSETS, torch.tensor([0, 4]), OFFSETS, ids()), IndexError, "do not ascend"),
+    (unique_ids, (OFFSETS, torch.tensor([0, 5]), OFFSETS, ids()), IndexError, "from 0 to 5 .* 4 values"),
+    (
+        select_rows,
+        (floats(6), torch.tensor([3]), [1], [3], [2]),
+        IndexError,
+        "of matrix 0 go from 3 to 3; it has 3 rows",
+    ),
+    (select_rows, (floats(6), torch.tensor([1]), [2], [3], [2]), ValueError, "indices: 1; num_indices add up to 2"),
+    (select_rows, (floats(6), torch.tensor([1]), [1], [3], [3]), ValueError, r"inputs: \[6\]; .* \[9\]"),
+    (select_rows, (floats(6), torch.tensor([1]), [1], [3], []), ValueError, "1, 1 and 0 numbers"),
+    (select_rows, (floats(6), torch.tensor([1]), [1, 0], [3, 0], [2, 1], True), ValueError, "same number of rows"),
     (
         block_bucketize,
         (LENGTHS, ids(8), torch.tensor([9, 9]), 2, None, None, [], None, None, False),

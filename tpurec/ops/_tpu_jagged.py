@@ -10,7 +10,9 @@ from tpurec.kernels import jagged_dense as dense_kernels
 from tpurec.kernels import jagged_permute as permute_kernels
 from tpurec.kernels import jagged_positions as position_kernels
 from tpurec.kernels import jagged_segments as segment_kernels
+from tpurec.kernels import jagged_unique as unique_kernels
 from tpurec.kernels import pooled_permute as pooled_kernels
+from tpurec.kernels import row_blocks as block_kernels
 from tpurec.ops import (
     jagged_bounds,
     jagged_bucketize,
@@ -18,7 +20,9 @@ from tpurec.ops import (
     jagged_offsets,
     jagged_permute,
     jagged_segments,
+    jagged_unique,
     pooled_permute,
+    row_blocks,
 )
 from tpurec.ops._tpu_binding import Choice, bind_op
 
@@ -42,6 +46,9 @@ IMPLEMENTATIONS = (
     (pooled_permute.permute_multi, pooled_kernels.permute_multi),
     (jagged_bounds.check_ids, bounds_kernels.check_ids),
     (jagged_bounds.fix_bounds, bounds_kernels.fix_bounds),
+    (jagged_unique.unique_ids, unique_kernels.unique_ids),
+    (row_blocks.select_rows, block_kernels.select_rows),
+    (row_blocks.select_rows_grad, block_kernels.select_rows_gradient),
 )
 
 

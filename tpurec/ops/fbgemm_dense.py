@@ -102,6 +102,19 @@ def permute_pooled(
     return pooled_permute.permute_pooled(pooled_embs.contiguous(), offset_dim_list, permute_list, pooled_embs.shape[1])
 
 
+def permute_duplicate_pooled(
+    pooled_embs: Tensor,
+    offset_dim_list: Tensor,
+    permute_list: Tensor,
+    inv_offset_dim_list: Tensor,
+    inv_permute_list: Tensor,
+) -> Tensor:
+    """`fbgemm::permute_duplicate_pooled_embs` and its variants; how many columns there are is read from the device."""
+    check(pooled_embs.dim() == 2, f"pooled_embs: {list(pooled_embs.shape)}; two dimensions are expected")
+    columns = read_scalar(inv_offset_dim_list[-1])
+    return pooled_permute.permute_pooled(pooled_embs.contiguous(), offset_dim_list, permute_list, columns)
+
+
 def permute_multi(
     pooled_embs: list[Tensor],
     permutes: Tensor,

@@ -5,6 +5,8 @@ Arguments and results are those of the FBGEMM op of the same name (its schema sa
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from tpurec.ops import jagged_offsets
 from tpurec.ops.fbgemm_host import check, read_scalar
 from tpurec.ops.jagged_bounds import fix_bounds
 from tpurec.ops.jagged_bucketize import block_bucketize
-from tpurec.ops.jagged_permute import expand_permute, invert_permute, permute_jagged, select_bags
+from tpurec.ops.jagged_permute import expand_permute, invert_permute, permute_jagged
 from tpurec.ops.jagged_segments import segment_sum
 
 _FATAL, _WARNING = 0, 1  # FBGEMM's BoundsCheckMode
@@ -39,6 +41,13 @@ def exclusive_cumsum(t_in: Tensor) -> Tensor:
 def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
     """`fbgemm::offsets_range`."""
     return jagged_offsets.offsets_range(offsets.contiguous(), range_size)
+
+
+def lengths_range(t_in: Tensor, shape: list[int] | None = None) -> Tensor:
+    """`fbgemm::lengths_range`; the shape, if it is given, is that of the result."""
+    ends = complete_cumsum(t_in.reshape(-1))
+    size = read_scalar(ends[-1]) if shape is None else math.prod(shape)
+    return offsets_range(ends, size).view(-1 if shape is None else shape)
 
 
 def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
@@ -105,42 +114,6 @@ def expand(permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_
 def invert(permute: Tensor) -> Tensor:
     """`fbgemm::invert_permute`."""
     return invert_permute(permute.contiguous())
-
-
-def keyed_index_select(
-    values: Tensor,
-    lengths: Tensor,
-    offsets: Tensor,
-    indices: Tensor,
-    batch_size: int,
-    weights: Tensor | None = None,
-    selected_lengths_sum: int | None = None,
-) -> list[Tensor]:
-    """`fbgemm::keyed_jagged_index_select_dim1`."""
-    if selected_lengths_sum is None:
-        chosen = lengths.view(-1, batch_size).index_select(1, indices) if batch_size else lengths
-        selected_lengths_sum = read_scalar(chosen.sum()) if chosen.numel() else 0
-    return select_bags(values, lengths, indices, weights, batch_size, selected_lengths_sum)
-
-
-def jagged_index_select_2d(
-    values: Tensor,
-    indices: Tensor,
-    input_offsets: Tensor,
-    output_offsets: Tensor,
-    num_dense_output_rows: int | None = None,
-) -> Tensor:
-    """`fbgemm::jagged_index_select_2d_forward_v2`."""
-    if num_dense_output_rows is None:
-        num_dense_output_rows = read_scalar(output_offsets[-1]) if output_offsets.numel() else 0
-    lengths = torch.diff(input_offsets, prepend=input_offsets.new_zeros(1))
-    return permute_jagged(indices, lengths, values, None, num_dense_output_rows)[1]
-
-
-def group_index_select(input_group: list[Tensor], indices_group: list[Tensor]) -> list[Tensor]:
-    """`fbgemm::group_index_select_dim0`."""
-    pairs = zip(input_group, indices_group, strict=True)
-    return [tensor.index_select(0, indices) for tensor, indices in pairs]
 
 
 # Row-wise buckets

@@ -167,7 +167,7 @@ class Schema:
         except FileNotFoundError:
             raise DataError(f"{path}: no such file.", "Check the path.") from None
         except pa.ArrowInvalid as error:
-            raise DataError(f"{file}: not a Parquet file: {error}.") from None
+            raise DataError(f"{file}: not a Parquet file: {str(error).rstrip('.')}.", "Is it complete?") from None
 
     def with_metadata(self, schema: pa.Schema) -> pa.Schema:
         """Put this schema into the metadata of an Arrow schema.

@@ -36,12 +36,16 @@ def read_source(
         data: training Parquet to measure ids per example and unique shares from; a Parquet source is always measured.
 
     Returns:
-        Tables, assumptions (with the model's own dense part where it is known) and batch size.
+        Tables, assumptions (with the model's own dense part where it is known), batch size, and what was measured.
 
     Raises:
         ConfigError: nothing there that can be read so; the text says what is expected.
         DataError: the data cannot be measured.
     """
+    if not source.strip():
+        raise ConfigError(
+            "TABLES is empty.", "Give a table list, recipe, RUN folder, Parquet data set or module:factory."
+        )
     path = Path(source)
     overrides = list(overrides)
     recipe = recipe_path(source)
@@ -59,7 +63,10 @@ def read_source(
             f"{source}: is no table list (.toml, .json), recipe, RUN folder, Parquet data set or module:factory.",
             "Check the path.",
         )
-    return dataclasses.replace(found, tables=measure(found.tables, data)) if data else found
+    if not data:
+        return found
+    tables, measured = measure(found.tables, data)
+    return dataclasses.replace(found, tables=tables, measured=measured)
 
 
 def recipe_path(source: str) -> Path | None:

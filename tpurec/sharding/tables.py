@@ -20,11 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpurec.config import from_mapping, read_toml
 from tpurec.errors import ConfigError
 from tpurec.sharding.assumptions import Assumptions
+
+if TYPE_CHECKING:
+    from tpurec.sharding.measure import Measurement
 
 SHARDINGS = ("data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -186,11 +189,13 @@ class TableList:
         tables: the tables, in the file's order.
         assumptions: the defaults with the file's changes.
         batch_size: the file's global batch size; None if it names none.
+        measured: what was measured of the tables, if anything was.
     """
 
     tables: tuple[TableSpec, ...]
     assumptions: Assumptions = field(default_factory=Assumptions)
     batch_size: int | None = None
+    measured: Measurement | None = None
 
     def __post_init__(self) -> None:
         check_names(self.tables)

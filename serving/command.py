@@ -118,6 +118,8 @@ def run_server(app: FastAPI, listener: socket.socket, on_ready: Callable[[], Non
     """
     import uvicorn
 
+    from serving.http_protocol import ScoringProtocol
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets=sockets)
@@ -127,6 +129,7 @@ def run_server(app: FastAPI, listener: socket.socket, on_ready: Callable[[], Non
     server = Server(
         uvicorn.Config(
             app,
+            http=ScoringProtocol,
             workers=1,
             proxy_headers=False,
             forwarded_allow_ips="",

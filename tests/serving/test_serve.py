@@ -56,6 +56,14 @@ def start(small_bundle):
             server.process.communicate(timeout=30)
 
 
+@pytest.fixture(scope="module")
+def serving(small_bundle):
+    """One server for what does not end it."""
+    server = Server(small_bundle)
+    yield server
+    server.stop()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_prints_one_object_when_ready_serves_and_stops_on_a_signal(start, loaded, number):
     server = start()
@@ -67,6 +75,28 @@ def test_it_prints_one_object_when_ready_serves_and_stops_on_a_signal(start, loa
     assert code == 0
     assert out == ""  # the object was the only line
     assert server.url in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Length: ten",
+        b"POST /v1/score HTTP/1.1\r\nContent-Length: -1",
+        b"GET",
+    ],
+    ids=["text", "negative", "no HTTP"],
+)
+def test_what_is_no_http_gets_an_error_of_the_shape_of_all_others(serving, head):
+    host, port = serving.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        error = json.loads(answer.read())["error"]
+    assert (answer.status, answer.headers["content-type"]) == (400, "application/json")
+    assert error.keys() == {"code", "message", "row", "field"}
+    assert error["code"] == "invalid_http" and "Content-Length" in error["message"]
+    assert len(serving.post(small_rows())["scores"]) == len(small_rows()), "others are served on"
 
 
 def test_a_request_in_flight_is_answered_after_the_signal_and_the_port_is_closed(start):

@@ -24,7 +24,7 @@ from tests.bundle.small import (
     write_small_bundle,
 )
 from tpurec.bundle import Bundle, BundleError, read_manifest, write_bundle
-from tpurec.bundle.manifest import file_entry, version_of
+from tpurec.bundle.manifest import file_entry, sealed, version_of
 from tpurec.errors import DataError
 from tpurec.features import Schema, SparseFeature
 
@@ -47,7 +47,7 @@ def _write_manifest(folder, manifest):
     from tpurec.bundle.manifest import FileEntry
 
     manifest["version"] = version_of({name: FileEntry(**entry) for name, entry in manifest["files"].items()})
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(sealed(manifest))
 
 
 # ---- scores --------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_a_manifest_that_is_a_link_is_refused(copy):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda m: m.update(format_version=2), "format version 2; this software reads version 1"),
+        (lambda m: m.update(format_version=3), "format version 3; this software reads versions 1 and 2"),
         (lambda m: m.update(format="zip"), "not the manifest of a tpurec bundle"),
         (lambda m: m.pop("tables"), "'tables' is missing"),
         (lambda m: m.update(surplus=1), "unknown key 'surplus'"),
@@ -308,10 +308,34 @@ def test_a_manifest_that_is_a_link_is_refused(copy):
 def test_a_manifest_that_was_tampered_with_is_refused(copy, change, says):
     manifest = json.loads((copy / "manifest.json").read_text())
     change(manifest)
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (copy / "manifest.json").write_text(sealed(manifest))
     with pytest.raises(BundleError) as caught:
         Bundle.load(copy)
     assert says in caught.value.problem
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["metrics"].update(auc=0.99),
+        lambda m: m["source"].update(step=7),
+        lambda m: m["tables"]["ad"].update(num_embeddings=51),
+        lambda m: m.pop("manifest_sha256"),
+    ],
+)
+def test_a_manifest_that_changed_after_the_export_is_refused_and_one_without_checksum_is_of_version_1(copy, change):
+    path = copy / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest))  # the same values, laid out otherwise
+    Bundle.load(copy)
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=r"manifest\.json: its contents changed since it was written"):
+        Bundle.load(copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    path.write_text(json.dumps({**manifest, "format_version": 1}))
+    if "manifest_sha256" not in manifest:
+        Bundle.load(copy).check_examples()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\xff", "[" * 100_000])

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from tpurec.config import from_mapping
 from tpurec.errors import ConfigError, TpurecError
 
 FORMAT = "tpurec-bundle"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1, which has no checksum of the manifest itself, is read too
 
 MANIFEST = "manifest.json"
+SEAL = "manifest_sha256"
 SCHEMA = "schema.toml"
 RECIPE = "recipe.toml"
 DENSE = "dense.safetensors"
@@ -103,7 +104,24 @@ class Manifest:
         Returns:
             Text that `read_manifest` accepts.
         """
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        return sealed(dataclasses.asdict(self))
+
+
+def sealed(mapping: Mapping[str, Any]) -> str:
+    """Write a manifest with its own checksum: the files' sums say nothing of the tables' shapes, metrics and source.
+
+    Args:
+        mapping: the manifest's keys and plain values; an older checksum among them is replaced.
+
+    Returns:
+        JSON text; `manifest_sha256` is that of the other keys, sorted, as JSON without blanks.
+    """
+    values = {key: value for key, value in mapping.items() if key != SEAL}
+    return json.dumps({**values, SEAL: _digest(values)}, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -135,11 +153,16 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(mapping, dict) or mapping.get("format") != FORMAT:
         raise BundleError(f"{path}: not the manifest of a tpurec bundle (its format is not {FORMAT!r}).")
     version = mapping.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in (1, FORMAT_VERSION):
         raise BundleError(
-            f"{path}: bundle format version {version!r}; this software reads version {FORMAT_VERSION}.",
+            f"{path}: bundle format version {version!r}; this software reads versions 1 and {FORMAT_VERSION}.",
             "Export it again with this version, or use the version that wrote it "
             f"(tpurec {mapping.get('tpurec_version', 'unknown')}).",
+        )
+    seal = mapping.pop(SEAL, None)
+    if seal != (None if version == 1 else _digest(mapping)):
+        raise BundleError(
+            f"{path}: its contents changed since it was written.", "Copy the bundle again, or export it again."
         )
     try:
         manifest = from_mapping(Manifest, mapping, str(path))

@@ -88,9 +88,10 @@ def convert_files(
 
     Raises:
         DataError: no input, a column absent or of a wrong type (before any work), broken input, too many bad rows, no
-            row left, or an OUT that may not be replaced.
+            row left, an OUT that may not be replaced, or one of the inputs and OUT lies in the other.
     """
     inputs = find_inputs(places, schema.input.delimiter)
+    _refuse_nested(places, inputs, Path(out))
     check_inputs(inputs, schema)
     units = [unit for index, file in enumerate(inputs) for unit in plan_units(index, file)]
     digest = hashlib.sha256(schema.to_text().encode()).hexdigest()
@@ -155,6 +156,17 @@ def check_inputs(inputs: Sequence[InputFile], schema: Schema) -> None:
                     f"{file}: key column {key!r} is {type_}, in {first} it is {known}.",
                     "Give it one type in all files.",
                 )
+
+
+def _refuse_nested(places: Sequence[str | Path], inputs: Sequence[InputFile], out: Path) -> None:
+    """OUT in an input folder would be an input of the next run; an input in OUT would go when OUT is replaced."""
+    target = out.resolve()
+    for folder in (Path(place) for place in places if Path(place).is_dir()):
+        if folder.resolve() == target or folder.resolve() in target.parents:
+            raise DataError(f"{out}: lies in the input folder {folder}.", "Choose an OUT beside it.")
+    inside = next((file for file in inputs if target in file.path.resolve().parents), None)
+    if inside is not None:
+        raise DataError(f"{inside}: is an input, and lies in {out}, which is to be written.", "Choose another OUT.")
 
 
 def _refuse_other(existing: dict[str, Any], digest: str, units: Sequence[ConversionUnit], out: Path) -> None:

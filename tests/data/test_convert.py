@@ -295,6 +295,23 @@ def test_inputs_without_rows_or_none_at_all_fail(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv"]
 
 
+def test_an_out_within_an_input_folder_and_an_input_within_out_are_refused(tmp_path):
+    write_schema(tmp_path)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "a.tsv").write_text(lines(0, 10))
+    with pytest.raises(DataError, match="lies in the input folder"):
+        convert_files([logs], logs / "parquet", SHOP)
+    with pytest.raises(DataError, match="lies in the input folder"):
+        convert_files([tmp_path / "logs" / ".." / "logs"], logs, SHOP)
+    assert [path.name for path in logs.iterdir()] == ["a.tsv"]
+    convert_files([logs / "a.tsv"], tmp_path / "out", SHOP)
+    (part,) = (tmp_path / "out").glob("*.parquet")
+    with pytest.raises(DataError, match=r"is an input, and lies in .*out"):
+        convert_files([part], tmp_path / "out", SHOP, overwrite=True)
+    assert requests(tmp_path / "out") == [f"r{n}" for n in range(10)]
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 _PEAK = """

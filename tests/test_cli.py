@@ -37,6 +37,18 @@ def _meets_a_full_disk(as_json: JsonOption = False):
     raise OSError(28, "No space left on device", "out/part.parquet")
 
 
+def _asks_numpy_for_too_much(as_json: JsonOption = False):
+    import numpy as np
+
+    np.empty(2**62, dtype=np.uint8)
+
+
+def _asks_torch_for_too_much(as_json: JsonOption = False):
+    import torch
+
+    torch.empty(2**62, dtype=torch.uint8)
+
+
 def _is_misused(as_json: JsonOption = False):
     raise typer.BadParameter("give --a or --b, not both")
 
@@ -65,7 +77,7 @@ def run(monkeypatch, capsys):
     names = {
         "works": "_works", "fails": "_fails", "defect": "_has_a_defect", "misused": "_is_misused",
         "interrupted": "_is_interrupted", "cut-off": "_reads_a_cut_off_file", "late": "_fails_after_its_result",
-        "full": "_meets_a_full_disk",
+        "full": "_meets_a_full_disk", "large": "_asks_numpy_for_too_much", "larger": "_asks_torch_for_too_much",
         "group": "_group",
     }  # fmt: skip
     points = [EntryPoint(name, f"tests.test_cli:{target}", cli.GROUP) for name, target in names.items()]
@@ -100,6 +112,8 @@ def test_a_command_inside_a_group_runs_and_fails_like_any_other(run):
         (("fails",), 1, "column 'x' is missing. Add it."),
         (("defect",), 1, "ZeroDivisionError: division by zero"),
         (("full",), 1, "out/part.parquet: No space left on device. Check path, permissions and free space."),
+        (("large",), 1, "out of memory: Unable to allocate 4.00 EiB"),
+        (("larger",), 1, "4611686018427387904 bytes. Error code 12 (Cannot allocate memory). Use smaller tables"),
         (("cut-off",), 1, "ended before the end-of-stream"),
         (("broken",), 1, "no_such_module"),
         (("misused",), 2, "give --a or --b, not both"),

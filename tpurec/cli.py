@@ -23,6 +23,8 @@ from tpurec.reporting import Reporter
 
 GROUP = "tpurec.commands"
 SENTENCE = 400  # characters: the list of commands shows their first sentences whole, wrapped, not cut off at "..."
+# torch says it by an exception of no class of its own.
+TORCH_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -140,7 +142,11 @@ def _run(arguments: list[str]) -> int:
         return _fail(
             arguments, f"{where}: {reason}." if where else f"{reason}.", "Check path, permissions and free space."
         )
+    except MemoryError as error:
+        return _out_of_memory(arguments, error)
     except Exception as error:  # a defect of ours: say so in one line, keep the traceback for who asks
+        if any(word in str(error) for word in TORCH_OUT_OF_MEMORY):
+            return _out_of_memory(arguments, error)
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".") + "."
         return _fail(arguments, reason, "This is unexpected; run `tpurec --traceback ...` for where it happened.")
     if code == EXIT_INTERRUPTED:  # typer turns a KeyboardInterrupt in a command into this code
@@ -155,6 +161,15 @@ def _interrupt(signum: int, frame: object) -> None:
 def _interrupted(arguments: list[str]) -> int:
     _fail(arguments, "interrupted.", "")
     return EXIT_INTERRUPTED
+
+
+def _out_of_memory(arguments: list[str], error: Exception) -> int:
+    reason = " ".join(str(error).split())[:300].rstrip(".")
+    return _fail(
+        arguments,
+        f"out of memory{f': {reason}' if reason else ''}.",
+        "Use smaller tables, a smaller batch or fewer workers, or a machine with more memory.",
+    )
 
 
 def _fail(arguments: list[str], problem: str, remedy: str) -> int:

@@ -15,14 +15,20 @@ def _tables():
     return [TableSpec(name, rows, 64, (FeatureSpec(f"f_{name}", 2.0),)) for name, rows in sizes]
 
 
-def _open(browser, tmp_path, slice_, tables=None):
-    found = plan(tables or _tables(), slice_, 8192)
-    summary = found.summary()
+def _open(browser, tmp_path, *slices, tables=None, prices=(), batch=8192):
+    found = [plan(tables or _tables(), slice_, batch) for slice_ in slices]
+    summaries = [answer.summary() for answer in found]
+    for summary, price in zip(summaries, prices, strict=False):
+        summary["cost_per_million_examples"] = price
     path = tmp_path / "plan.html"
-    write_report(path, found, summary)
+    write_report(path, found, summaries)
     browser.get_log("browser")
     browser.get(path.as_uri())
-    return found, path
+    return (found if len(found) > 1 else found[0]), path
+
+
+def _texts(browser, selector):
+    return [node.text for node in browser.find_elements("css selector", selector)]
 
 
 def _errors(browser):
@@ -92,18 +98,95 @@ def test_the_page_needs_no_network(browser, tmp_path):
 
 def test_a_problem_is_shown_with_its_ways_out(browser, tmp_path):
     huge = TableSpec("huge", 400_000_000, 128, (FeatureSpec("f"),))
-    found, _ = _open(browser, tmp_path, "v6e-4", [huge])
+    found, _ = _open(browser, tmp_path, "v6e-4", tables=[huge])
     assert not found.fits
     problem = browser.find_element("css selector", ".problem").text
-    assert "huge" in problem and browser.find_elements("css selector", ".problem li")
+    assert "huge" in problem and "are missing" in problem and browser.find_elements("css selector", ".problem li")
+    assert not browser.find_element("id", "torus").is_displayed()
     assert _errors(browser) == []
 
 
-def test_narrow_windows_do_not_scroll_sideways(browser, tmp_path):
-    _open(browser, tmp_path, "v6e-64")
-    browser.set_window_size(600, 900)
+@pytest.mark.parametrize("slices", [("v6e-64",), ("v6e-16", "v5p-128", "tpu7x:2x2x2", "v6e-4", "v5e-16")])
+@pytest.mark.parametrize("width", [600, 800])
+def test_narrow_windows_do_not_scroll_sideways(browser, tmp_path, slices, width):
+    _open(browser, tmp_path, *slices)
+    browser.set_window_size(width, 900)
     try:
         wide = browser.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
     finally:
         browser.set_window_size(1280, 1600)
     assert wide <= 0
+
+
+def test_several_slices_are_compared_and_each_has_its_section(browser, tmp_path):
+    huge = TableSpec("huge", 120_000_000, 128, (FeatureSpec("f"),))
+    (small, large, none), _ = _open(
+        browser, tmp_path, "v6e-4", "v6e-16", "v5e-4", tables=[*_tables(), huge], prices=(0.02, 0.01)
+    )
+    assert small.fits and large.fits and not none.fits
+
+    def slices():
+        return [text.split()[0] for text in _texts(browser, "#slices tbody td:first-child")]
+
+    assert slices() == ["v6e-4", "v6e-16", "v5e-4"]
+    rows = _texts(browser, "#slices tbody tr")
+    assert "fits" in rows[0] and "0.0200" in rows[0] and "does not fit" in rows[2]
+    steps = [found.estimates.step_seconds for found in (small, large)]
+    fastest = ("v6e-4", "v6e-16")[steps.index(min(steps))]
+    best = browser.find_element("css selector", "#slices td.step_seconds.best").find_element("xpath", "..")
+    assert best.text.startswith(fastest)
+    browser.find_element("xpath", "//table[@id='slices']//button[text()='cost / 1M']").click()  # most first
+    assert slices() == ["v6e-4", "v6e-16", "v5e-4"]
+    browser.find_element("xpath", "//table[@id='slices']//button[text()='cost / 1M']").click()  # least, unknown last
+    assert slices() == ["v6e-16", "v6e-4", "v5e-4"]
+
+    assert len(browser.find_elements("css selector", ".chip")) == 4, "the first slice that fits is open"
+    browser.find_element("css selector", "#slices tbody tr").click()  # v6e-16, by its row
+    assert len(browser.find_elements("css selector", ".chip")) == 16
+    assert _texts(browser, "[role=tab][aria-selected=true]") == ["v6e-16"]
+    browser.find_element("xpath", "//button[@role='tab'][text()='v5e-4']").click()
+    assert _texts(browser, ".problem") and not browser.find_element("id", "torus").is_displayed()
+    browser.find_element("xpath", "//button[@role='tab'][text()='v6e-4']").click()
+    assert not _texts(browser, ".problem") and len(_texts(browser, "#tables tbody tr")) == 7
+    assert _errors(browser) == []
+
+
+def test_a_table_is_found_by_a_part_of_its_name(browser, tmp_path):
+    _open(browser, tmp_path, "v6e-4")
+    browser.find_element("id", "find").send_keys("T3")
+    assert _texts(browser, "#tables tbody td:first-child") == ["t3"]
+
+
+def test_thousands_of_chips_are_cells_wide_enough_to_point_at_and_a_small_file(browser, tmp_path):
+    found, path = _open(browser, tmp_path, "v5p-8960", batch=4480)
+    assert path.stat().st_size < 200_000
+    chips = browser.find_elements("css selector", ".chip")
+    assert len(chips) == 4480
+    torus = browser.find_element("id", "torus").rect
+    assert min(chips[0].size.values()) >= 5 and torus["height"] < 900
+    coordinates = found.topology.coordinates(4000)
+    label = f"chip {', '.join(map(str, coordinates))}"
+    browser.execute_script("document.querySelector(`[aria-label='${arguments[0]}']`).focus()", label)
+    assert "rank 4000: " in browser.find_element("id", "note").text
+    assert _errors(browser) == []
+
+
+def test_dark_pages_have_light_text(browser, tmp_path):
+    def brightness(scheme):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        values = [
+            browser.execute_script(f"return getComputedStyle(document.body).{key}")
+            for key in ("color", "backgroundColor")
+        ]
+        return [sum(map(int, value[value.index("(") + 1 : -1].split(",")[:3])) for value in values]
+
+    _open(browser, tmp_path, "v6e-16")
+    try:
+        (ink, paper), chip = brightness("dark"), browser.find_element("css selector", ".chip")
+        dark = chip.value_of_css_property("background-color")
+        assert ink > 500 and paper < 200
+        ink, paper = brightness("light")
+        assert ink < 200 and paper > 600 and chip.value_of_css_property("background-color") != dark
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

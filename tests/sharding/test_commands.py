@@ -2,14 +2,19 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tpurec import cli
 from tpurec.errors import ConfigError
+from tpurec.features.hashing import hash_rows, integer_codes
+from tpurec.sharding.measure import measure
 from tpurec.sharding.plan import Plan
+from tpurec.sharding.skew import exponent_of
 from tpurec.sharding.sources import read_source
+from tpurec.sharding.tables import FeatureSpec, TableSpec
 
 TABLES = """
 batch_size = 4096
@@ -23,6 +28,14 @@ name = "item"
 num_embeddings = 5_000
 embedding_dim = 64
 features = [{name = "item_id"}]
+"""
+BIG = """
+batch_size = 1024
+[[tables]]
+name = "huge"
+num_embeddings = 400_000_000
+embedding_dim = 128
+features = [{name = "f"}]
 """
 SCHEMA = """
 name = "small"
@@ -110,6 +123,88 @@ def test_several_slices_are_compared_side_by_side(run, tables):
     assert "samples/s a chip" in text and "…" not in text
 
 
+def test_every_slice_has_its_own_price_if_it_is_given(run, tables):
+    slices = ("--slice", "v6e-4", "--slice", "v5p-8")
+    both = ("--price-per-chip-hour", "1", "--price-per-chip-hour", "4")
+    one, other = json.loads(run(tables, *slices, *both, "--json")[1])["slices"]
+    for found, price in ((one, 1), (other, 4)):
+        hours = 1e6 / found["samples_per_second"] / 3600
+        assert found["cost_per_million_examples"] == pytest.approx(price * 4 * hours)
+    assert "Cheapest: " in run(tables, *slices, *both)[1]
+    assert run(tables, *slices, *both, "--price-per-chip-hour", "2")[0] == 2
+    assert run(tables, "--slice", "v6e-4", "--price-per-chip-hour", "inf")[0] == 2
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_slice_is_cut_off_however_many_there_are(run, tables, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    slices = ["v6e-4", "v6e-8", "v6e-16", "v5e-4", "v5e-8", "v5p-8", "v5p-16", "tpu7x:2x2x1", "cpu-4"]
+    out = run(tables, *(word for name in slices for word in ("--slice", name)))[1]
+    heads = [word for line in out.splitlines() if line.startswith("  ") and line.strip() for word in line.split()]
+    assert heads == slices and "…" not in out
+    assert max(map(len, out.splitlines())) <= width
+
+
+def test_side_by_side_says_why_a_slice_does_not_do_and_what_would(run, tmp_path):
+    path = tmp_path / "big.toml"
+    path.write_text(BIG)
+    code, out, _ = run(path, "--slice", "v6e-4", "--slice", "v6e-32")
+    assert code == 0 and "v6e-4 does not fit:" in out and "'huge'" in out and "would help" in out
+    code, out, err = run(path, "--slice", "v6e-1", "--slice", "v6e-4")
+    assert code == 1 and "v6e-1 does not fit" in out and "ways out above" in err
+
+
+def test_no_way_out_is_promised_where_there_is_none(run, tmp_path):
+    path = tmp_path / "big.toml"
+    path.write_text(BIG.replace("400_000_000", "2_000_000_000_000"))
+    code, out, err = run(path, "--slice", "v6e-256")
+    assert code == 1 and "would help" not in out and "above" not in err
+
+
+def test_many_tables_that_do_not_fit_are_not_all_listed(run, tmp_path):
+    path = tmp_path / "many.toml"
+    entry = BIG.partition("[[tables]]")[2]
+    path.write_text(
+        "batch_size = 1024\n"
+        + "".join("[[tables]]" + entry.replace("huge", f"h{k}").replace('"f"', f'"f{k}"') for k in range(9))
+    )
+    out = run(path, "--slice", "v6e-1")[1]
+    assert "'h4'" in out and "'h5'" not in out and "and 4 more tables" in out
+
+
+def test_a_batch_that_a_later_slice_cannot_share_is_refused_before_any_search(run, tables, monkeypatch):
+    monkeypatch.setattr("tpurec.sharding.planner.plan", lambda *_: pytest.fail("planned"))
+    code, _, err = run(tables, "--slice", "v6e-4", "--slice", "cpu-3")
+    assert code == 1 and "4096 cannot be shared evenly by the 3 ranks of cpu-3" in err
+
+
+def test_names_with_brackets_are_printed_as_they_are(run, tmp_path):
+    """rich takes [x] for a style: "[/x]" would even be an error."""
+    path = tmp_path / "tables.toml"
+    path.write_text(TABLES.replace('"user"', '"[bold]a[/x] b"'))
+    for words in ((), ("--slice", "v6e-8")):
+        assert run(path, "--slice", "v6e-4", *words)[0] == 0
+    assert run(path, "--slice", "v6e-4")[1].count("[bold]a[/x] b") == 2
+
+
+def test_a_narrow_window_cuts_nothing_off(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "tables.toml"
+    name = "a_table_with_a_name_that_is_longer_than_anyone_would_like_it_to_be"
+    path.write_text(TABLES.replace('"user"', f'"{name}"'))
+    code, out, _ = run(path, "--slice", "v6e-4")
+    assert code == 0 and "…" not in out and max(map(len, out.splitlines())) <= 80
+    assert out.count("a_table") == 2
+
+
+def test_the_report_of_several_slices_is_one_page(run, tables, tmp_path):
+    page = tmp_path / "plan.html"
+    code, out, err = run(tables, "--slice", "v6e-4", "--slice", "v5e-4", "--report", page, "--json")
+    assert code == 0 and json.loads(out)["report"] == str(page), err
+    data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert [found["slice"] for found in data["slices"]] == ["v6e-4", "v5e-4"]
+
+
 def test_the_summary_says_what_a_person_asks_first(run, tables):
     code, out, _ = run(tables, "--slice", "v6e-4")
     assert code == 0
@@ -120,10 +215,7 @@ def test_the_summary_says_what_a_person_asks_first(run, tables):
 def test_tables_that_cannot_fit_exit_with_1_and_name_the_missing_bytes(run, tmp_path):
     """Case 17, as a command: table, bytes needed and there, a way out; one JSON object all the same."""
     path = tmp_path / "big.toml"
-    path.write_text(
-        'batch_size = 1024\n[[tables]]\nname = "huge"\nnum_embeddings = 400_000_000\nembedding_dim = 128\n'
-        'features = [{name = "f"}]\n'
-    )
+    path.write_text(BIG)
     code, out, _ = run(path, "--slice", "v6e-4", "--json")
     answer = json.loads(out)
     assert code == 1 and answer["fits"] is False
@@ -144,6 +236,8 @@ def test_tables_that_cannot_fit_exit_with_1_and_name_the_missing_bytes(run, tmp_
         (["TABLES", "--slice", "v6e-4", "--slice", "v6e-8", "--out", "x.json"], 2, "--slice"),
         (["TABLES", "--slice", "v6e-4", "--out", "no/such/folder/x.json"], 1, "folder"),
         (["no.such.module:model", "--slice", "v6e-4"], 1, "no"),
+        (["", "--slice", "v6e-4"], 1, "TABLES is empty"),
+        (["TABLES", "--slice", ""], 1, "v6e-64"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_do(run, tables, words, code, says):
@@ -173,9 +267,94 @@ def test_a_data_set_is_measured_instead_of_assumed(parquet):
     assert found["tags"].unique_share == pytest.approx(3 / 150)
 
 
+LIST = """
+batch_size = 4096
+[[tables]]
+name = "users"
+num_embeddings = 4
+embedding_dim = 64
+zipf_exponent = 3.0
+features = [{name = "user_id", ids_per_example = 9}]
+[[tables]]
+name = "tags"
+num_embeddings = 50
+embedding_dim = 64
+features = [{name = "tags"}]
+"""
+
+
+@pytest.fixture
+def listed(tmp_path):
+    path = tmp_path / "listed.toml"
+    path.write_text(LIST)
+    return path
+
+
+def test_a_table_list_is_measured_on_data_in_place_of_what_it_says(run, listed, parquet):
+    """The list's rows are hashed into, not the schema's thousand; a given skew gives way to the measured one."""
+    found = read_source(str(listed), data=str(parquet))
+    users, tags = found.tables
+    distinct = len(set(hash_rows(integer_codes(np.arange(10)), 4)))
+    assert (users.ids_per_example, users.unique_share, users.unique_share_ids) == (1, distinct / 100, 100)
+    assert users.zipf_exponent is None and tags.ids_per_example == pytest.approx(1.5)
+
+    code, out, err = run(listed, "--slice", "v6e-4", "--measure", parquet, "--json")
+    measured = json.loads(out)["measured"]
+    assert code == 0 and (measured["num_examples"], measured["num_examples_in_data"]) == (100, 100), err
+    seen = {table["name"]: table for table in measured["tables"]}
+    assert seen["tags"]["num_ids"] == 150 and seen["tags"]["unique_share"] == pytest.approx(3 / 150)
+    assert seen["users"]["zipf_exponent"] == pytest.approx(exponent_of(users, 0.0))
+    out = run(listed, "--slice", "v6e-4", "--measure", parquet)[1]
+    assert f"Measured on 100 of 100 examples in {parquet}" in out and "Zipf exponent" in out and "2.00%" in out
+    out = run(listed, "--slice", "v6e-4", "--slice", "v6e-8", "--measure", parquet)[1]
+    assert "Measured on 100 of 100" in out and "samples/s a chip" in out
+
+
+def test_the_sample_is_spread_over_the_files_and_passes_empty_row_groups(parquet):
+    whole = pq.read_table(parquet / "part-0.parquet")
+    pq.write_table(whole.slice(0, 0), parquet / "a-first.parquet")
+    with pq.ParquetWriter(parquet / "b-second.parquet", whole.schema) as writer:
+        writer.write_table(whole.slice(0, 0))
+        writer.write_table(whole.slice(0, 20))
+    tables = [TableSpec("tags", 50, 8, (FeatureSpec("tags"),))]
+    _, measured = measure(tables, parquet, sample_rows=20)
+    assert (measured.num_examples, measured.num_examples_in_data) == (20, 120)
+
+
+def test_ids_without_a_row_are_counted_and_left_out(run, listed, parquet):
+    rows = pq.read_table(parquet / "part-0.parquet")
+    wild = pa.array([[1, 50, -3], [2]] * 50, rows.schema.field("tags").type)
+    pq.write_table(rows.set_column(3, rows.schema.field("tags"), wild), parquet / "part-0.parquet")
+    tags = measure(read_source(str(listed)).tables, parquet)[1].tables[1]
+    assert (tags.ids_without_row, tags.num_ids, tags.ids_per_example) == (100, 100, 1.0)
+    assert "100 of 300 ids have no row" in run(listed, "--slice", "v6e-4", "--measure", parquet)[1]
+
+
 def test_measuring_names_a_feature_that_the_data_lacks(run, tables, parquet):
     code, _, err = run(tables, "--slice", "v6e-4", "--measure", parquet)
-    assert code == 1 and "friend" in err and "tags" in err
+    assert code == 1 and "'friend', 'item_id' are not in this data" in err and "user_id, tags" in err
+
+
+def test_measuring_names_what_is_wrong_with_the_data(run, listed, parquet, tmp_path):
+    whole = pq.read_table(parquet / "part-0.parquet")
+
+    def complaint(data):
+        code, out, err = run(listed, "--slice", "v6e-4", "--measure", data)
+        assert code == 1 and out == "" and err.count("\n") == 1
+        return err
+
+    assert "no such file" in complaint(tmp_path / "nothing")
+    (tmp_path / "folder").mkdir()
+    assert "no *.parquet file" in complaint(tmp_path / "folder")
+    assert "not a Parquet file" in complaint(listed)
+    pq.write_table(whole.replace_schema_metadata(None), tmp_path / "foreign.parquet")
+    assert "no tpurec schema" in complaint(tmp_path / "foreign.parquet")
+    pq.write_table(whole.slice(0, 0), tmp_path / "folder" / "part.parquet")
+    assert "has no rows to measure" in complaint(tmp_path / "folder")
+    pq.write_table(whole.drop_columns(["tags"]), parquet / "part-1.parquet")  # case 29: a later file
+    assert "part-1.parquet" in (err := complaint(parquet)) and "tags" in err
+    (parquet / "part-1.parquet").write_bytes(b"PAR1")
+    assert "part-1.parquet: not a Parquet file" in complaint(parquet)
 
 
 def test_a_torchrec_model_is_planned_by_its_collections(tmp_path, monkeypatch):
@@ -234,4 +413,28 @@ def test_plan_diff_says_what_moves(run, tables, tmp_path, capsys):
     found = json.loads(out)
     assert 0 < found["bytes_moved"] <= found["bytes_total"]
     assert sum(table["bytes_moved"] for table in found["tables"]) == found["bytes_moved"]
-    assert "move" in compare(tmp_path / "a.json", tmp_path / "b.json")[1]
+    out = compare(tmp_path / "a.json", tmp_path / "b.json")[1]
+    assert "2 of 2 tables change" in out and "to move" in out and "on 4 ranks" in out and "…" not in out
+    out = compare(tmp_path / "a.json", tmp_path / "b.json", "--max-tables", "1")[1]
+    assert "The table that moves most" in out and ("user" in out) != ("item" in out)
+    assert "No table changes and nothing moves (2 tables)" in compare(tmp_path / "a.json", tmp_path / "a.json")[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "is a folder, a plan file is expected"),
+        (b"", "not valid JSON"),
+        (b"\xff\xfe", "is not a sharding plan"),
+        (b"{}", "is not a sharding plan"),
+        (b'{"format": "tpurec.plan", "version": 1}', "bad.json: slice 'None' is not understood"),
+        (b'{"format": "tpurec.plan", "version": 9}', "plan version 9"),
+    ],
+)
+def test_plan_diff_names_the_file_that_is_no_plan(tmp_path, capsys, text, says):
+    path = tmp_path / "bad.json"
+    path.mkdir() if text is None else path.write_bytes(text)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan-diff", str(path), str(path)])
+    err = capsys.readouterr().err
+    assert caught.value.code == 1 and says in err and "bad.json" in err and "ake" in err and err.count("\n") == 1

@@ -55,7 +55,23 @@ def test_the_same_plan_moves_nothing_and_state_moves_with_its_rows():
 
 def test_plans_of_different_tables_are_refused():
     one, other = plan([table("a", 10)], "v6e-4", 64), plan([table("b", 10)], "v6e-4", 64)
-    with pytest.raises(ConfigError, match="table 'a' is in only one of the plans"):
+    with pytest.raises(ConfigError, match="table 'a' is in only one of the plans, the old one"):
         diff(one, other)
-    with pytest.raises(ConfigError, match="another shape"):
+    with pytest.raises(ConfigError, match="another shape in the two plans: 10 rows x 64 and 11 rows x 64"):
         diff(one, plan([table("a", 11)], "v6e-4", 64))
+
+
+@pytest.mark.parametrize(
+    ("change", "kept", "total"),
+    [
+        ({"optimizer": "adagrad"}, 64 * 4, 64 * 4 * 2),  # weights stay, the state of another optimizer does not
+        ({"dtype": "bfloat16"}, 64 * 2 + 4, 64 * 2 + 4),  # a rank casts its own weights
+    ],
+)
+def test_another_optimizer_or_dtype_is_said_and_its_state_is_not_taken_for_kept(change, kept, total):
+    one = plan([table("t", 1000, 64, pin="row_wise")], "v6e-4", 64)
+    other = plan([table("t", 1000, 64, pin="row_wise", **change)], "v6e-4", 64)
+    found = diff(one, other).tables[0]
+    assert (found.bytes_total, found.bytes_moved) == (1000 * total, 1000 * (total - kept))
+    assert found.before == "row_wise on 4 ranks, float32, row_wise_adagrad" and found.before != found.after
+    assert all(value in found.after for value in change.values())

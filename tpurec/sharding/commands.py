@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tpurec.reporting import JsonOption, Reporter
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tpurec.sharding.plan import Infeasible, Plan
 
 DEFAULT_TABLE_LINES = 40
 
@@ -28,13 +34,18 @@ def plan(
         int | None, typer.Option(min=1, help="Global examples per step; by default what TABLES says.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a self-contained HTML page; several slices are compared in it.")
+    ] = None,
     measure: Annotated[
         Path | None,
-        typer.Option(metavar="DATA", help="Training Parquet to measure ids per example and unique shares from."),
+        typer.Option(metavar="DATA", help="Training Parquet to measure ids per example, unique shares and skew from."),
     ] = None,
     price_per_chip_hour: Annotated[
-        float | None, typer.Option(min=0, help="Price of one chip for one hour; adds the cost per million examples.")
+        list[float] | None,
+        typer.Option(
+            min=0, help="Price of one chip for one hour; adds the cost per million examples. Repeat it, one a --slice."
+        ),
     ] = None,
     seconds: Annotated[
         float | None, typer.Option(min=0, help="Stop searching after so many seconds; by default search to the end.")
@@ -57,14 +68,16 @@ def plan(
     slices.
     """
     from tpurec.errors import ConfigError
+    from tpurec.sharding.planner import check_batch
     from tpurec.sharding.planner import plan as make_plan
     from tpurec.sharding.report import write_report
     from tpurec.sharding.sources import read_source
     from tpurec.topology.slices import SliceTopology
 
     reporter = Reporter(as_json)
-    if len(slice_) > 1 and (out or report):
-        raise typer.BadParameter("--out and --report go with one --slice")
+    if len(slice_) > 1 and out:
+        raise typer.BadParameter("--out goes with one --slice")
+    prices = _prices(price_per_chip_hour or [], len(slice_))
     slices = [SliceTopology.parse(name) for name in slice_]
     for path in (out, report):
         if path is not None and not path.absolute().parent.is_dir():
@@ -79,25 +92,41 @@ def plan(
     batch = batch_size or source.batch_size
     if batch is None:
         raise typer.BadParameter("TABLES names no batch size; add --batch-size")
-    answers: list[dict[str, Any]] = []
+    for topology in slices:  # before the first search, not after it
+        check_batch(batch, topology)
+    found: list[Plan | Infeasible] = []
     with reporter.progress("plan", total=len(slices), unit="slices") as advance:
         for topology in slices:
-            found = make_plan(
-                source.tables, topology, batch, source.assumptions, seconds, lambda words: advance(0, words)
+            found.append(
+                make_plan(source.tables, topology, batch, source.assumptions, seconds, lambda words: advance(0, words))
             )
-            answers.append(_priced(found.summary(), price_per_chip_hour))
             advance(1)
-    if found.fits and out:
-        found.save(out)
-        answers[0]["plan"] = str(out)
+    answers = [_priced(answer.summary(), price) for answer, price in zip(found, prices, strict=True)]
+    if out and found[0].fits:
+        found[0].save(out)
     if report:
-        write_report(report, found, answers[0])
-        answers[0]["report"] = str(report)
-    _print(reporter, answers, slices, max_tables)
+        write_report(report, found, answers, source.measured)
+    result = answers[0] if len(answers) == 1 else {"slices": answers}
+    result |= {"plan": str(out)} if out and found[0].fits else {}
+    result |= {"report": str(report)} if report else {}
+    result |= {"measured": source.measured.summary()} if source.measured else {}
+    _print(reporter, result, slices, max_tables)
     if not any(answer["fits"] for answer in answers):
         if not as_json:
-            reporter.log("error: the tables do not fit. Choose one of the ways out above.")
+            helped = any(problem["remedies"] for answer in answers for problem in answer["problems"])
+            remedy = (
+                "Choose one of the ways out above." if helped else "No way out was found: use another slice or batch."
+            )
+            reporter.log(f"error: the tables do not fit. {remedy}")
         raise typer.Exit(1)
+
+
+def _prices(given: list[float], num_slices: int) -> list[float | None]:
+    if any(not isfinite(price) for price in given):
+        raise typer.BadParameter("--price-per-chip-hour must be a number")
+    if len(given) not in (0, 1, num_slices):
+        raise typer.BadParameter(f"--price-per-chip-hour is given {len(given)} times: give one, or one a --slice")
+    return [None] * num_slices if not given else given * num_slices if len(given) == 1 else list(given)
 
 
 def _priced(summary: dict[str, Any], price: float | None) -> dict[str, Any]:
@@ -107,27 +136,37 @@ def _priced(summary: dict[str, Any], price: float | None) -> dict[str, Any]:
     return summary
 
 
-def _print(reporter: Reporter, answers: list[dict[str, Any]], slices: list[Any], max_tables: int) -> None:
-    from tpurec.sharding.summary import print_plan, print_side_by_side, size
+def _print(reporter: Reporter, result: dict[str, Any], slices: list[Any], max_tables: int) -> None:
+    from tpurec.sharding.comparison import print_side_by_side
+    from tpurec.sharding.summary import print_measured, print_plan, size
 
-    if len(answers) == 1:
-        reporter.result(answers[0], lambda out: print_plan(out, answers[0], slices[0].dims, max_tables))
-        for key in ("plan", "report"):
-            if key in answers[0]:
-                reporter.log(f"{key} written to {answers[0][key]} ({size(Path(answers[0][key]).stat().st_size)})")
-    else:
-        reporter.result({"slices": answers}, lambda out: print_side_by_side(out, answers))
+    def several(out: Console) -> None:
+        if "measured" in result:
+            print_measured(out, result["measured"], max_tables)
+        print_side_by_side(out, result["slices"])
+
+    one = len(slices) == 1
+    reporter.result(result, lambda out: print_plan(out, result, slices[0].dims, max_tables) if one else several(out))
+    for key in ("plan", "report"):
+        if key in result:
+            reporter.log(f"{key} written to {result[key]} ({size(Path(result[key]).stat().st_size)})")
 
 
 def plan_diff(
     before: Annotated[Path, typer.Argument(metavar="A", help="Plan file as written by `tpurec plan --out`.")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Another plan of the same tables, also of another slice.")],
+    max_tables: Annotated[
+        int, typer.Option(min=0, help="Changed tables to list, those that move most; --json has all of them.")
+    ] = DEFAULT_TABLE_LINES,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what changes between two plans, and how many bytes going from A to B would move."""
+    """Say what changes between two plans, and how many bytes going from A to B would move.
+
+    Rank r of A counts as rank r of B, also if the slices differ.
+    """
+    from tpurec.sharding.comparison import print_diff
     from tpurec.sharding.plan import Plan
     from tpurec.sharding.replan import diff
-    from tpurec.sharding.summary import print_diff
 
     found = diff(Plan.load(before), Plan.load(after)).summary()
-    Reporter(as_json).result(found, lambda out: print_diff(out, found))
+    Reporter(as_json).result(found, lambda out: print_diff(out, found, max_tables))

@@ -326,6 +326,10 @@ class Plan:
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file.", "Check the path.") from None
+        except IsADirectoryError:
+            raise ConfigError(
+                f"{path}: is a folder, a plan file is expected.", "Make one: tpurec plan --out."
+            ) from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path}: is not a sharding plan: {error}.", "Make one: tpurec plan --out.") from None
         return cls.from_json(text, str(path))

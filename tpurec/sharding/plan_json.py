@@ -59,7 +59,7 @@ def from_json(text: str, where: str = "plan") -> Plan:
     try:
         body = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}.") from None
+        raise ConfigError(f"{where}: not valid JSON: {error}.", "Make a plan: tpurec plan --out.") from None
     if not isinstance(body, dict) or body.get("format") != "tpurec.plan":
         raise ConfigError(
             f"{where}: is not a sharding plan (no 'format': 'tpurec.plan').", "Make one: tpurec plan --out."
@@ -69,7 +69,10 @@ def from_json(text: str, where: str = "plan") -> Plan:
             f"{where}: plan version {body.get('version')!r} is not known, this program reads {PLAN_VERSION}.",
             "Make the plan again with tpurec plan.",
         )
-    slice_ = SliceTopology.parse(str(body.get("slice")))
+    try:
+        slice_ = SliceTopology.parse(str(body.get("slice")))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.problem}", "Make the plan again.") from None
     wired = [list(slice_.coordinates(rank)) for rank in range(slice_.num_ranks)]
     if body.get("coordinates") != wired or body.get("num_ranks") != slice_.num_ranks:
         raise ConfigError(f"{where}: ranks and coordinates are not those of {slice_.name}.", "Make the plan again.")

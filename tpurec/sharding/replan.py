@@ -10,6 +10,8 @@ from tpurec.errors import ConfigError
 from tpurec.sharding.plan import PlacedTable, Plan, Shard
 from tpurec.sharding.tables import OPTIMIZER_STATE, TableSpec
 
+_SAME = "Compare plans of the same tables."
+
 
 @dataclass(frozen=True)
 class TableChange:
@@ -17,7 +19,7 @@ class TableChange:
 
     Args:
         name: the table.
-        before: sharding in the old plan, such as `column_wise on 4 ranks`.
+        before: sharding in the old plan, such as `column_wise on 4 ranks`; with dtype and optimizer if they change.
         after: the same in the new plan.
         bytes_total: weights and optimizer state that the new plan's ranks hold, copies counted.
         bytes_moved: the part that a rank of the new plan does not have under the same number in the old one.
@@ -38,6 +40,7 @@ class PlanDiff:
         before: slice of the old plan.
         after: slice of the new plan.
         tables: every table, in the new plan's order.
+        batch_size: global examples per step of both plans.
         step_seconds: step of both plans; None where a plan has no estimates.
         hbm_bytes_max: memory of the fullest rank of both plans; likewise.
     """
@@ -45,6 +48,7 @@ class PlanDiff:
     before: str
     after: str
     tables: tuple[TableChange, ...]
+    batch_size: tuple[int, int]
     step_seconds: tuple[float | None, float | None]
     hbm_bytes_max: tuple[int | None, int | None]
 
@@ -62,13 +66,14 @@ class PlanDiff:
         """What `tpurec plan-diff --json` prints.
 
         Returns:
-            Plain values: before, after, bytes_total, bytes_moved, step_seconds, hbm_bytes_max, tables.
+            Plain values: before, after, bytes_total, bytes_moved, batch_size, step_seconds, hbm_bytes_max, tables.
         """
         return {
             "before": self.before,
             "after": self.after,
             "bytes_total": self.bytes_total,
             "bytes_moved": self.bytes_moved,
+            "batch_size": list(self.batch_size),
             "step_seconds": list(self.step_seconds),
             "hbm_bytes_max": list(self.hbm_bytes_max),
             "tables": [
@@ -88,6 +93,9 @@ class PlanDiff:
 def diff(before: Plan, after: Plan) -> PlanDiff:
     """Compare two plans. Rank r of the one counts as rank r of the other, also if the slices differ.
 
+    A table may have another optimizer or dtype in the new plan: weights count as kept where they stay (a rank can cast
+    its own), the state of another optimizer does not.
+
     Args:
         before: the old plan.
         after: the new plan.
@@ -101,18 +109,18 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     old, new = {entry.name: entry for entry in before.tables}, {entry.name: entry for entry in after.tables}
     for name in [*old, *new]:
         if name not in old or name not in new:
-            raise ConfigError(f"table {name!r} is in only one of the plans.", "Compare plans of the same tables.")
-        one, other = old[name].table, new[name].table
-        if (one.num_embeddings, one.embedding_dim) != (other.num_embeddings, other.embedding_dim):
-            raise ConfigError(
-                f"table {name!r} has another shape in the two plans.", "Compare plans of the same tables."
-            )
+            which = "old" if name in old else "new"
+            raise ConfigError(f"table {name!r} is in only one of the plans, the {which} one.", _SAME)
+        shapes = [f"{t.num_embeddings} rows x {t.embedding_dim}" for t in (old[name].table, new[name].table)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(f"table {name!r} has another shape in the two plans: {' and '.join(shapes)}.", _SAME)
     changes = tuple(_change(old[name], new[name]) for name in new)
     estimates = (before.estimates, after.estimates)
     return PlanDiff(
         before.slice,
         after.slice,
         changes,
+        (before.batch_size, after.batch_size),
         tuple(found.step_seconds if found else None for found in estimates),
         tuple(found.hbm_bytes_max if found else None for found in estimates),
     )
@@ -120,22 +128,28 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
 
 def _change(old: PlacedTable, new: PlacedTable) -> TableChange:
     table, total, kept = new.table, 0.0, 0.0
+    same_state = old.table.optimizer == table.optimizer
     for shard in new.shards:
         row_bytes = _row_bytes(table, shard.columns[1] - shard.columns[0])
         total += row_bytes * sum(_rows_of(shard, table.num_embeddings))
         for had in old.shards:
             common = min(shard.columns[1], had.columns[1]) - max(shard.columns[0], had.columns[0])
             if common > 0:
-                kept += _row_bytes(table, common) * _rows_in_both(had, shard, table.num_embeddings)
-    return TableChange(new.name, _describe(old), _describe(new), round(total), round(max(total - kept, 0.0)))
+                kept += _row_bytes(table, common, same_state) * _rows_in_both(had, shard, table.num_embeddings)
+    told = [(placed.table.dtype, placed.table.optimizer) for placed in (old, new)]
+    before, after = (
+        _describe(placed) + (f", {dtype}, {optimizer}" if told[0] != told[1] else "")
+        for placed, (dtype, optimizer) in zip((old, new), told, strict=True)
+    )
+    return TableChange(new.name, before, after, round(total), round(max(total - kept, 0.0)))
 
 
 def _describe(placed: PlacedTable) -> str:
-    return f"{placed.sharding} on {len(placed.ranks)} ranks"
+    return f"{placed.sharding} on {len(placed.ranks)} rank{'s' if len(placed.ranks) != 1 else ''}"
 
 
-def _row_bytes(table: TableSpec, columns: int) -> float:
-    per_row, per_element = OPTIMIZER_STATE[table.optimizer]
+def _row_bytes(table: TableSpec, columns: int, with_state: bool = True) -> float:
+    per_row, per_element = OPTIMIZER_STATE[table.optimizer] if with_state else (0, 0)
     share = columns / table.embedding_dim  # state per row travels with its columns
     return columns * (table.element_bytes + 4 * per_element) + 4 * per_row * share
 

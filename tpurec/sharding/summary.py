@@ -1,15 +1,20 @@
-"""A plan, or why there is none, for a person with ten seconds; and several slices side by side."""
+"""A plan, or why there is none, for a person with ten seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 TOP_TABLES = 5
+TOP_PROBLEMS = 5
+_FACTS_BEFORE = 17  # columns left of the facts' values
+ESTIMATES = "Times are estimates of a cost model; not measured on hardware."
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -54,7 +59,8 @@ def print_plan(console: Console, found: dict[str, Any], dims: Sequence[int], max
 
     Args:
         console: where.
-        found: `Plan.summary()` or `Infeasible.summary()`, with `cost_per_million_examples` if a price is known.
+        found: `Plan.summary()` or `Infeasible.summary()`, with `cost_per_million_examples` if a price is known, and
+            `measured` if statistics were.
         dims: chips along each dimension.
         max_tables: how many lines the list of tables may have.
     """
@@ -62,19 +68,21 @@ def print_plan(console: Console, found: dict[str, Any], dims: Sequence[int], max
     head = Text(f"{found['slice']}  ", style="bold")
     head.append("fits" if fits else "does not fit", style="bold green" if fits else "bold red")
     shape = " x ".join(map(str, dims))
-    head.append(f"  {_counted(found['num_chips'], 'chip')} ({shape}), {_counted(found['num_ranks'], 'rank')}")
+    head.append(f"  {counted(found['num_chips'], 'chip')} ({shape}), {counted(found['num_ranks'], 'rank')}")
     if fits:
         idle = found["idle_ranks"]
         head.append(f", {idle:,} idle" if idle else ", none idle", style="bold red" if idle else "")
     console.print(head)
     if not fits:
-        _print_problems(console, found)
+        print_problems(console, found["problems"])
+        if found.get("measured"):
+            print_measured(console, found["measured"], max_tables)
         return
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 2))
     parts = sorted(found["step_parts"].items(), key=lambda part: -part[1])
     facts.add_row("step", f"{duration(found['step_seconds'])}  ({found['samples_per_second']:,.0f} samples/s)")
-    shown = ", ".join(f"{name.replace('_', ' ')} {duration(value)}" for name, value in parts if value > 0)
-    facts.add_row("  of it", shown)
+    shown = (f"{name.replace('_', ' ')} {duration(value)}" for name, value in parts if value >= 5e-8)
+    facts.add_row("  of it", _in_lines(shown, console.width - _FACTS_BEFORE - 2))
     ratio = found["step_seconds"] / found["lower_bound_seconds"]
     facts.add_row(
         "lower bound",
@@ -92,20 +100,54 @@ def print_plan(console: Console, found: dict[str, Any], dims: Sequence[int], max
     if found["stopped_early"]:
         facts.add_row("search", "stopped at --seconds; more time may find a better plan")
     console.print(facts)
+    if found.get("measured"):
+        print_measured(console, found["measured"], max_tables)
     _print_tables(console, found["tables"], max_tables)
-    console.print("Times are estimates of a cost model; not measured on hardware.", style="dim")
+    console.print(ESTIMATES, style="dim")
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Write a number of things.
+
+    Args:
+        number: how many.
+        noun: of one.
+
+    Returns:
+        Text such as `1 chip` or `1,024 chips`.
+
+    >>> counted(2, "rank")
+    '2 ranks'
+    """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _print_problems(console: Console, found: dict[str, Any]) -> None:
-    for problem in found["problems"]:
-        missing = f" ({size(problem['bytes_missing'])} missing)" if problem["bytes_missing"] else ""
-        console.print(f"  {problem['message']}{missing}", markup=False)
+def _in_lines(items: Iterable[str], width: int) -> str:
+    """Comma-separated items, broken only between items: a figure stays with its name and unit."""
+    glued = ", ".join(item.replace(" ", "\0") for item in items)
+    return textwrap.fill(glued, max(20, width), break_long_words=False).replace("\0", " ")
+
+
+def print_problems(console: Console, problems: list[dict[str, Any]]) -> None:
+    """Print why tables do not fit, and what would help.
+
+    Args:
+        console: where.
+        problems: of a summary; the first few are printed.
+    """
+    for problem in problems[:TOP_PROBLEMS]:
+        missing = f" {size(problem['bytes_missing'])} are missing." if problem["bytes_missing"] else ""
+        _print_indented(console, 2, f"{problem['message']}{missing}")
         for remedy in problem["remedies"]:
-            console.print(f"    would help: {remedy_text(remedy)}", markup=False)
+            _print_indented(console, 4, f"would help: {remedy_text(remedy)}")
+    rest = [problem["table"] for problem in problems[TOP_PROBLEMS:]]
+    if rest:
+        _print_indented(console, 2, f"and {counted(len(rest), 'more table')} in the same way; --json names all.")
+
+
+def _print_indented(console: Console, columns: int, text: str) -> None:
+    """Long lines go on under their own beginning."""
+    console.print(Padding(Text(text), (0, 0, 0, columns)))
 
 
 def remedy_text(remedy: dict[str, Any]) -> str:
@@ -125,29 +167,68 @@ def remedy_text(remedy: dict[str, Any]) -> str:
 
 def _print_tables(console: Console, tables: list[dict[str, Any]], max_tables: int) -> None:
     costly = sorted(tables, key=lambda table: -table["seconds"])
-    console.print(f"The {min(TOP_TABLES, len(costly))} most expensive tables:")
+    few = min(TOP_TABLES, len(costly))
+    console.print("The most expensive table:" if few == 1 else f"The {few} most expensive tables:")
     top = Table(box=None, padding=(0, 2, 0, 2), header_style="bold")
     for name in ("table", "sharding", "time a step", "why"):
-        top.add_column(name, no_wrap=name != "why")
+        top.add_column(name, no_wrap=name in ("sharding", "time a step"), overflow="fold")
     for table in costly[:TOP_TABLES]:
-        top.add_row(table["name"], table["sharding"], duration(table["seconds"]), table["reason"])
+        top.add_row(Text(table["name"]), table["sharding"], duration(table["seconds"]), table["reason"])
     console.print(top)
     if max_tables <= 0:
         return
-    console.print("All tables:" if len(costly) <= max_tables else f"The first {max_tables} of {len(costly)} tables:")
+    _print_heading(console, len(tables), max_tables, "All tables:")
     listing = Table(box=None, padding=(0, 2, 0, 2), header_style="bold")
     for name, side in (("table", "left"), ("sharding", "left"), ("exchange", "left"), ("ranks", "right")):
-        listing.add_column(name, justify=side, no_wrap=True)
+        listing.add_column(name, justify=side, no_wrap=name != "table", overflow="fold")
     listing.add_column("bytes a rank", justify="right", no_wrap=True)
     listing.add_column("time a step", justify="right", no_wrap=True)
     for table in tables[:max_tables]:
         listing.add_row(
-            table["name"],
+            Text(table["name"]),
             table["sharding"],
             table["exchange"].replace("_", " "),
             ranks_text(table["ranks"]),
             size(table["bytes"]),
             duration(table["seconds"]),
+        )
+    console.print(listing)
+
+
+def _print_heading(console: Console, number: int, shown: int, all_of_them: str) -> None:
+    more = f"The first {shown:,} of {number:,} tables (--max-tables shows more):"
+    console.print(all_of_them if number <= shown else more)
+
+
+def print_measured(console: Console, measured: dict[str, Any], max_tables: int) -> None:
+    """Print what was measured of the data, in place of what is assumed.
+
+    Args:
+        console: where.
+        measured: `Measurement.summary()`.
+        max_tables: how many lines the list of tables may have.
+    """
+    seen, there = measured["num_examples"], measured["num_examples_in_data"]
+    console.print(f"Measured on {seen:,} of {counted(there, 'example')} in {measured['data']}.", markup=False)
+    tables = measured["tables"]
+    lost, met = (sum(t[key] for t in tables) for key in ("ids_without_row", "num_ids"))
+    if lost:
+        console.print(f"  {lost:,} of {lost + met:,} ids have no row (out of range, malformed, unseen): left out.")
+    if max_tables <= 0:
+        return
+    _print_heading(console, len(tables), max_tables, "Its statistics:")
+    listing = Table(box=None, padding=(0, 2, 0, 2), header_style="bold")
+    listing.add_column("table", overflow="fold")
+    for name in ("ids an example", "ids seen", "distinct", "Zipf exponent"):
+        listing.add_column(name, justify="right", no_wrap=True)
+    for table in tables[:max_tables]:
+        share, exponent = table["unique_share"], table["zipf_exponent"]
+        listing.add_row(
+            Text(table["name"]),
+            f"{table['ids_per_example']:.4g}",
+            f"{table['num_ids']:,}",
+            "no id seen" if share is None else f"{share:.2%}",
+            "assumed" if exponent is None else f"{exponent:.2f}",
         )
     console.print(listing)
 
@@ -172,63 +253,3 @@ def ranks_text(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     return text if len(text) <= 24 else f"{len(ranks)} ranks"
-
-
-def print_side_by_side(console: Console, answers: list[dict[str, Any]]) -> None:
-    """Print several slices' answers, a column each.
-
-    Args:
-        console: where.
-        answers: one summary a slice.
-    """
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("", no_wrap=True)
-    for found in answers:
-        table.add_column(found["slice"], justify="right", no_wrap=True)
-    lines: list[tuple[str, Callable[[dict[str, Any]], str], bool]] = [
-        ("fits", lambda found: "yes" if found["fits"] else "no", False),
-        ("chips", lambda found: f"{found['num_chips']:,}", False),
-        ("ranks", lambda found: f"{found['num_ranks']:,}", False),
-        ("idle ranks", lambda found: f"{found['idle_ranks']:,}", True),
-        ("step", lambda found: duration(found["step_seconds"]), True),
-        ("x lower bound", lambda found: f"{found['step_seconds'] / found['lower_bound_seconds']:.3f}", True),
-        ("samples/s", lambda found: f"{found['samples_per_second']:,.0f}", True),
-        ("samples/s a chip", lambda found: f"{found['samples_per_second'] / found['num_chips']:,.0f}", True),
-        ("HBM, fullest rank", lambda found: f"{found['hbm_bytes_max'] / found['hbm_bytes_capacity']:.0%}", False),
-    ]
-    if any(found.get("cost_per_million_examples") is not None for found in answers):
-        lines.append(("cost / 1M examples", lambda found: f"{found['cost_per_million_examples']:.4g}", True))
-    for name, show, needs_plan in lines:
-        table.add_row(name, *("-" if needs_plan and not found["fits"] else show(found) for found in answers))
-    console.print(table)
-    console.print("Times are estimates of a cost model; not measured on hardware.", style="dim")
-
-
-def print_diff(console: Console, found: dict[str, Any]) -> None:
-    """Print the difference of two plans.
-
-    Args:
-        console: where.
-        found: `PlanDiff.summary()`.
-    """
-    changed = [table for table in found["tables"] if table["changed"]]
-    share = found["bytes_moved"] / found["bytes_total"] if found["bytes_total"] else 0.0
-    console.print(f"{found['before']} -> {found['after']}", style="bold")
-    console.print(
-        f"  {len(changed)} of {len(found['tables'])} tables change; {size(found['bytes_moved'])} of "
-        f"{size(found['bytes_total'])} move ({share:.0%})"
-    )
-    for name, show in (("step_seconds", duration), ("hbm_bytes_max", size)):
-        old, new = found[name]
-        if old is not None and new is not None:
-            what = "step" if name == "step_seconds" else "HBM of the fullest rank"
-            console.print(f"  {what}: {show(old)} -> {show(new)}")
-    if not changed:
-        return
-    listing = Table(box=None, padding=(0, 2, 0, 2), header_style="bold")
-    for name in ("table", "before", "after"):
-        listing.add_column(name, no_wrap=True)
-    listing.add_column("bytes to move", justify="right", no_wrap=True)
-    for table in changed:
-        listing.add_row(table["name"], table["before"], table["after"], size(table["bytes_moved"]))
-    console.print(listing)

@@ -174,6 +174,33 @@ def test_long_work_shows_lines_of_progress_where_there_is_no_terminal(monkeypatc
     assert (out, err) == ("", "train: 46,000 of 100,000 rows, 200 rows/s, log loss 0.3\n")
 
 
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_an_interruption_while_the_program_is_still_being_loaded_is_one_line(words):
+    """A Ctrl-C in the first quarter of a second comes out of an import."""
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "import tpurec.cli\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted.\n")
+    assert json.loads(done.stdout)["error"]["message"] == "interrupted." if words else done.stdout == ""
+
+
+def test_progress_slower_than_one_a_second_claims_no_rate(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("tpurec.reporting.time.monotonic", lambda: now[0])
+    with Reporter().progress("plan", 6, unit="slices") as advance:
+        advance(0, "building start 1 of 6")
+        now[0] = 40.0
+        advance(1, "proving a lower bound")
+    assert capsys.readouterr().err == "plan: 1 of 6 slices, proving a lower bound\n"
+
+
 def test_version(run):
     code, out, _ = run("--version")
     assert code == 0 and out.startswith("tpurec ")

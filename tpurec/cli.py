@@ -6,20 +6,27 @@ annotations or a `typer.Typer`. So this package never imports the applications.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
-import traceback
-from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+try:
+    import json
+    import os
+    import signal
+    import traceback
+    from importlib.metadata import EntryPoint, entry_points
+    from typing import Annotated, Any
 
-import tpurec
-from tpurec.errors import Interrupted, TpurecError
-from tpurec.reporting import Reporter
+    import typer
+    from typer.core import TyperCommand, TyperGroup
+
+    import tpurec
+    from tpurec.errors import Interrupted, TpurecError
+    from tpurec.reporting import Reporter
+except KeyboardInterrupt:  # these imports take a quarter of a second, and `main` is not there yet to say it in one line
+    print("error: interrupted.", file=sys.stderr)
+    if "--json" in sys.argv:
+        print('{"error": {"message": "interrupted.", "remedy": ""}}')
+    sys.exit(130)
 
 GROUP = "tpurec.commands"
 SENTENCE = 400  # characters: the list of commands shows their first sentences whole, wrapped, not cut off at "..."

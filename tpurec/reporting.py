@@ -25,7 +25,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON
 class _RateColumn(ProgressColumn):
     def render(self, task: Any) -> Text:
         speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.0f} {task.fields['unit']}/s" if speed else "", style="cyan")
+        return Text(_rate(speed, task.fields["unit"]) if speed else "", style="cyan")
+
+
+def _rate(speed: float, unit: str) -> str:
+    return f"{speed:,.0f} {unit}/s" if speed >= 1 else ""  # slices to plan take seconds each: "0 slices/s" says nothing
 
 
 class Reporter:
@@ -101,7 +105,7 @@ class Reporter:
                 resumed, counted = False, done
             elif seconds >= SECONDS_BETWEEN_LINES:
                 of = f" of {total:,.0f}" if total is not None else ""
-                words = (f"{done:,.0f}{of} {unit}", f"{(done - counted) / seconds:,.0f} {unit}/s", note)
+                words = (f"{done:,.0f}{of} {unit}", _rate((done - counted) / seconds, unit), note)
                 self.log(f"{description}: {', '.join(filter(None, words))}")
                 counted, counted_at = done, time.monotonic()
 

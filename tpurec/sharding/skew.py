@@ -116,6 +116,20 @@ def fullest_pair(mean: float, num_ranks: int) -> float:
     return mean + math.sqrt(2 * mean * log) + log / 3
 
 
+def fullest_pairs(means: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Many of `fullest_pair` at once.
+
+    Args:
+        means: float64, any shape, more than 0.
+        num_ranks: ranks, n.
+
+    Returns:
+        float64 of the same shape.
+    """
+    log = 2 * math.log(num_ranks)
+    return means + np.sqrt(2 * means * log) + log / 3
+
+
 def draw_rows(rows: int, exponent: float, num_ids: int, random: np.random.Generator) -> np.ndarray:
     """Draw ids of a table by the law, with the frequent rows spread over the table.
 

@@ -10,7 +10,7 @@ import numpy as np
 from tpurec.errors import ConfigError
 from tpurec.sharding.choices import Choice, ChoiceMaker, stacks_of
 from tpurec.sharding.costs import LATENCY_FLAGS, PARTS, CostModel
-from tpurec.sharding.skew import fullest_pair
+from tpurec.sharding.skew import fullest_pair, fullest_pairs
 from tpurec.sharding.tables import TableSpec
 
 NUM_PARTS = len(PARTS)
@@ -104,6 +104,18 @@ class Space:
             At least 1.
         """
         return fullest_pair(pair_ids, self.model.num_ranks) / pair_ids if pair_ids > 0 else 1.0
+
+    def paddings(self, pair_ids: np.ndarray) -> np.ndarray:
+        """Many of `padding` at once.
+
+        Args:
+            pair_ids: float64, any shape.
+
+        Returns:
+            float64 of the same shape.
+        """
+        ids = np.where(pair_ids > 0, pair_ids, 1.0)
+        return np.where(pair_ids > 0, fullest_pairs(ids, self.model.num_ranks) / ids, 1.0)
 
     def cost(self, placement: Placement) -> Cost:
         """Evaluate a placement from scratch.

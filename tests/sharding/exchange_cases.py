@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor, PoolingType
 from torchrec.types import DataType
 
 from tpurec.embeddings import (
@@ -16,6 +16,7 @@ from tpurec.embeddings import (
     Adagrad,
     Adam,
     FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
     RowWiseAdagrad,
     RowWiseAdam,
     fused_collections,
@@ -61,8 +62,9 @@ class Table:
 class Case:
     """A model, a plan and its batches.
 
-    `cuts` are the shares of the global batch that each rank gets, as numbers of examples; None for equal ones. The
-    first `steps_without_ids` batches have none.
+    Tables of pooling `none` make a sequence collection; then all have that, and one dim. A share `skipped` of the ids
+    is -1. `cuts` are the shares of the global batch that each rank gets, as numbers of examples; None for equal ones.
+    The first `steps_without_ids` batches have none.
     """
 
     tables: tuple[Table, ...]
@@ -77,6 +79,7 @@ class Case:
     seed: int = 0
     steps: int = 5
     steps_without_ids: int = 0
+    skipped: float = 0.0
     extra: dict = field(default_factory=dict)
 
 
@@ -93,6 +96,11 @@ def configs_of(case: Case) -> list[EmbeddingBagConfig]:
         )
         for number, table in enumerate(case.tables)
     ]
+
+
+def sequence_configs_of(case: Case) -> list[EmbeddingConfig]:
+    names = ("name", "num_embeddings", "embedding_dim", "feature_names", "data_type")
+    return [EmbeddingConfig(**{name: getattr(config, name) for name in names}) for config in configs_of(case)]
 
 
 def plan_of(case: Case, num_ranks: int) -> Plan:
@@ -144,14 +152,37 @@ class Tower(nn.Module):
         self.out = nn.Linear(8, 1)
 
     def forward(self, dense, features):
-        looked_up = self.embeddings(features).values().to(dense.dtype)
+        looked_up = self.look_up(features).to(dense.dtype)
         return self.out(torch.tanh(self.hidden(torch.cat([dense, looked_up], dim=1)))).squeeze(1)
+
+    def look_up(self, features):
+        return self.embeddings(features).values()
+
+
+class SequenceTower(Tower):
+    """The same over sequences: each place of a sequence has a weight of its own."""
+
+    def look_up(self, features):
+        return torch.cat([sum_of_places(one) for one in self.embeddings(features).values()], dim=1)
+
+
+def sum_of_places(sequences: JaggedTensor) -> torch.Tensor:
+    """`[B, dim]`, each vector divided by its place in its sequence, from 1. (FBGEMM pads no float64.)"""
+    values, lengths = sequences.values(), sequences.lengths().long()
+    example_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=len(values))
+    places = 1 + torch.arange(len(values)) - (lengths.cumsum(0) - lengths)[example_of]
+    return values.new_zeros(len(lengths), values.shape[1]).index_add(0, example_of, values / places[:, None])
 
 
 def build(case: Case) -> Tower:
     torch.manual_seed(case.seed)
-    collection = FusedEmbeddingBagCollection(configs_of(case), OPTIMIZERS[case.optimizer], case.weighted)
-    model = Tower(collection, sum(table.dim * len(table.max_ids) for table in case.tables))
+    num_columns = sum(table.dim * len(table.max_ids) for table in case.tables)
+    if case.tables[0].pooling == "none":
+        sequences = FusedEmbeddingCollection(sequence_configs_of(case), OPTIMIZERS[case.optimizer])
+        model = SequenceTower(sequences, num_columns)
+    else:
+        collection = FusedEmbeddingBagCollection(configs_of(case), OPTIMIZERS[case.optimizer], case.weighted)
+        model = Tower(collection, num_columns)
     return model.double() if case.double else model
 
 
@@ -211,6 +242,8 @@ def batches_of(case: Case) -> list[Examples]:
                 lengths = rng.integers(0, most + 1, case.batch_size) * (step >= case.steps_without_ids)
                 # Skewed, so that rows repeat within bags, over examples, features and ranks.
                 bags = [(rng.random(length) ** 3 * table.rows).astype(np.int64) for length in lengths]
+                if case.skipped:
+                    bags = [np.where(rng.random(len(bag)) < case.skipped, -1, bag) for bag in bags]
                 ids[f"f{number}_{feature}"] = bags
                 weights[f"f{number}_{feature}"] = [rng.normal(1, 1, len(bag)).astype(np.float32) for bag in bags]
         labels = rng.integers(0, 2, case.batch_size).astype(np.float32)

@@ -16,7 +16,7 @@ import torch
 
 from tpurec import cli
 from tpurec.embeddings import SGD, Adam, RowWiseAdagrad
-from tpurec.errors import ConfigError, TpurecError
+from tpurec.errors import TpurecError
 from tpurec.kernels import ahead_of_time
 from tpurec.kernels.compile_process import Compiled, CompileProcess, KernelProgram, first_reason
 from tpurec.kernels.optimizers import RowOptimizer
@@ -174,9 +174,14 @@ def test_a_stack_beyond_one_tensor_is_refused_and_so_is_state_beyond_it():
     assert "optimizer state" in stack_programs(dataclasses.replace(step.stacks[0], stack=large)).problem
 
 
-def test_unpooled_tables_are_refused_by_name():
-    with pytest.raises(ConfigError, match="'user'"):
-        shapes_of([table(pooling="none", pin="row_wise")])
+def test_unpooled_tables_have_a_place_for_every_id_and_look_up_distinct_rows():
+    step = shapes_of([table(pooling="none", pin="table_wise"), table("item", pin="row_wise")])
+    sequences, bags = step.stacks
+    assert sequences.stack.unpooled and not bags.stack.unpooled
+    assert sequences.sizes.sequences == (sequences.sizes.local_ids,) and bags.sizes.sequences == ()
+    assert 0 < sequences.sizes.rows <= sequences.sizes.local_ids and not sequences.sizes.bag_ids
+    assert sequences.gathered_bytes == 4 * sequences.sizes.local_ids * sequences.stack.width
+    assert stack_programs(sequences).programs.keys() == {"lookup", "update"}
 
 
 def test_memory_adds_up_and_the_verdict_turns_at_the_last_byte():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrec import EmbeddingConfig
 
 from tests.sharding.exchange_cases import Case, Table, batches_of, build, configs_of, loss_sum, plan_of, unsharded
 from tpurec.embeddings import (
@@ -59,12 +58,12 @@ def test_every_id_reaches_the_owner_of_its_row_once(
         routing = router.route(host)
         sizes = Sizes(*(rung(need) for need in routing.needs))
         route = routing.fill(sizes, 8)
-        held = _rows_of_ranks(stack, placed, num_ranks)
+        held = rows_of_ranks(stack, placed, num_ranks)
         _check_bags(stack, placed, host, sizes, route, held, weighted)
         _check_rows(stack, placed, host, sizes, route, held, num_ranks)
 
 
-def _rows_of_ranks(stack, placed, num_ranks: int) -> list[dict[int, tuple[int, int]]]:
+def rows_of_ranks(stack, placed, num_ranks: int) -> list[dict[int, tuple[int, int]]]:
     """For every rank its storage rows: which row of which place each is, computed row by row from the plan."""
     held: list[dict[int, tuple[int, int]]] = [{} for _ in range(num_ranks)]
     for number, place in enumerate(stack.places):
@@ -139,13 +138,17 @@ def test_deferred_tables_hold_nothing_until_they_are_sharded() -> None:
     assert all(weight.device.type == "meta" for weight in model.embeddings.parameters())
 
 
-def test_one_rank_trains_to_the_bit_as_unsharded() -> None:
-    tables = (Table(53, 8, "table_wise"), Table(31, 8, "table_wise", (4, 3), "mean"), Table(5, 16, "table_wise", (2,)))
+BAGS = (Table(53, 8, "table_wise"), Table(31, 8, "table_wise", (4, 3), "mean"), Table(5, 16, "table_wise", (2,)))
+SEQUENCES = (Table(53, 8, "table_wise", (2,), "none"), Table(31, 8, "table_wise", (4, 3), "none"))
+
+
+@pytest.mark.parametrize("tables", [BAGS, SEQUENCES])
+def test_one_rank_trains_to_the_bit_as_unsharded(tables: tuple[Table, ...]) -> None:
     case = Case(tables, "rowwise_adagrad", weighted=True)
     with deferred_tables():
         model = build(case)
     model = shard(model, plan_of(case, 1))
-    assert isinstance(model.embeddings, FusedEmbeddingBagCollection)
+    assert isinstance(model.embeddings, FusedEmbeddingBagCollection if tables is BAGS else FusedEmbeddingCollection)
     router, reducer = BatchRouter(model), dense_gradient_reducer(model)
     dense = torch.optim.SGD([*model.hidden.parameters(), *model.out.parameters()], lr=0.1)
     losses = []
@@ -195,11 +198,3 @@ def test_a_weight_that_is_not_finite_is_refused_as_it_is_unsharded(bad: float, p
     weights[1] = bad
     with pytest.raises(DataError, match=rf"feature 'f0_0': the weight {bad} \(value 1 of the feature; 1 in all\)"):
         read_batch(batch, {"f0_0": True})
-
-
-def test_sequence_collections_are_refused() -> None:
-    """Their rows are not pooled, which the exchange does not carry."""
-    config = EmbeddingConfig(name="t", embedding_dim=8, num_embeddings=9, feature_names=["f"])
-    case = Case((Table(9, 8, "table_wise"),))
-    with pytest.raises(ConfigError, match="sequence collections are not sharded"):
-        shard(FusedEmbeddingCollection([config], SGD(lr=0.1)), plan_of(case, 1))

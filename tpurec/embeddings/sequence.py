@@ -151,6 +151,11 @@ class FusedEmbeddingCollection(EmbeddingCollectionInterface):
         return self._names_by_table
 
     @property
+    def bag_collection(self) -> FusedEmbeddingBagCollection:
+        """What holds the tables: a pooled collection of the same tables, which is no submodule."""
+        return self._bags[0]
+
+    @property
     def device(self) -> torch.device:
         """Where the tables are."""
         return self._bags[0].device

@@ -64,23 +64,23 @@ class Answers:
 
 
 class Arrangement:
-    """The columns of every collection's output, taken from the stacks' slots.
+    """The columns of every pooled collection's output, taken from the stacks' slots.
 
-    Each stack has two sources of columns: the slots that owners pool, and those that are pooled here.
+    Each stack has two sources of columns: the slots that owners pool, and those that are pooled here. Sequences are
+    arranged elsewhere (`tpurec.sharding.sequences`).
 
     Args:
         stacks: of the model.
-        output_widths: columns of each collection's output.
+        num_collections: collections of the model.
     """
 
-    def __init__(self, stacks: Sequence[Stack], output_widths: Sequence[int]) -> None:
-        self._output_widths = tuple(output_widths)
+    def __init__(self, stacks: Sequence[Stack], num_collections: int) -> None:
         self._collections: list[int] = []
         self._shapes: list[tuple[int, int]] = []
         self._columns: list[list[tuple[int, int]]] = []
-        parts: list[list[tuple[int, int, int, int]]] = [[] for _ in output_widths]
+        parts: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_collections)]
         for stack in stacks:
-            for slots in (stack.bag_slots, stack.local_slots):
+            for slots in ((), ()) if stack.unpooled else (stack.bag_slots, stack.local_slots):
                 source = len(self._shapes)
                 self._collections.append(stack.collection)
                 self._shapes.append((len(slots), stack.width))
@@ -89,7 +89,7 @@ class Arrangement:
                     parts[stack.collection].append((slot.column, source, number * stack.width, stack.width))
         self._outputs = [_output_runs(sorted(found)) for found in parts]
 
-    def outputs(self, sources: Sequence[Tensor | None], batch_size: int) -> list[Tensor]:
+    def outputs(self, sources: Sequence[Tensor | None], batch_size: int) -> list[Tensor | None]:
         """Put the outputs together.
 
         Args:
@@ -97,13 +97,19 @@ class Arrangement:
             batch_size: examples to return.
 
         Returns:
-            For each collection `[batch_size, columns]`.
+            For each collection `[batch_size, columns]`; None for those that are not pooled.
         """
-        flat = [None if source is None else source[:batch_size].flatten(1) for source in sources]
-        found = []
+        flat = [
+            source[:batch_size].flatten(1) if num_slots else None
+            for source, (num_slots, _) in zip(sources, self._shapes, strict=True)
+        ]
+        found: list[Tensor | None] = []
         for runs in self._outputs:
             pieces = [flat[source].narrow(1, start, length) for source, start, length in runs]
-            found.append(pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=1))
+            if len(pieces) > 1:
+                found.append(torch.cat(pieces, dim=1))
+            else:
+                found.append(pieces[0].contiguous() if pieces else None)
         return found
 
     def gradients(

@@ -14,9 +14,10 @@ from tpurec.embeddings.jagged import to_torch
 from tpurec.errors import DataError
 from tpurec.features.packing import PackedBatch
 from tpurec.sharding.host_batch import Batch, HostBatch, jagged_of, read_batch, with_empty_features
-from tpurec.sharding.modules import ShardedEmbeddingBagCollection, exchange_of, sharded_collections
-from tpurec.sharding.routed import DeviceRoute, RoutedBatch, RoutedFeatures, StackConstants
-from tpurec.sharding.routing import Sizes, StackRoute, StackRouter, StackRouting, check_ids, raise_to_rungs
+from tpurec.sharding.modules import exchange_of, sharded_collections
+from tpurec.sharding.routed import DeviceRoute, RoutedBatch, RoutedFeatures, SequenceIds, StackConstants
+from tpurec.sharding.routing import Sizes, StackRoute, StackRouter, StackRouting, check_ids, raise_to_rungs, sizes_of
+from tpurec.sharding.sharded_collection import ShardedCollection
 
 _REFUSED = -1  # in the place of a number of labelled examples
 
@@ -81,7 +82,7 @@ class BatchRouter:
 
     @classmethod
     def of_collections(
-        cls, collections: Sequence[ShardedEmbeddingBagCollection], host_group: dist.ProcessGroup | None
+        cls, collections: Sequence[ShardedCollection], host_group: dist.ProcessGroup | None
     ) -> BatchRouter:
         """Make a router of the collections of one model.
 
@@ -97,12 +98,10 @@ class BatchRouter:
         router._set_up(collections, host_group)
         return router
 
-    def _set_up(
-        self, collections: Sequence[ShardedEmbeddingBagCollection], host_group: dist.ProcessGroup | None
-    ) -> None:
+    def _set_up(self, collections: Sequence[ShardedCollection], host_group: dist.ProcessGroup | None) -> None:
         exchange = self._exchange
+        self._collections = tuple(collections)
         self._weighted = [collection.is_weighted() for collection in collections]
-        self._features = [collection.feature_names for collection in collections]
         if host_group is None:
             members = dist.get_process_group_ranks(exchange.wire.group or dist.group.WORLD)
             host_group = dist.new_group(members, backend="gloo")
@@ -111,7 +110,7 @@ class BatchRouter:
         self._routers = [
             StackRouter(stack, exchange.tables, ranks, self._weighted[stack.collection]) for stack in exchange.stacks
         ]
-        self._sizes = np.zeros((len(self._routers), 4), dtype=np.int64)
+        self._sizes = np.zeros(sum(router.num_needs for router in self._routers), dtype=np.int64)
         self._areas = np.zeros(len(exchange.area_tables), dtype=np.int64)
         self._padded_size = 0
         self._constants: dict[tuple, StackConstants] = {}
@@ -140,7 +139,7 @@ class BatchRouter:
         if self._exchange is None:
             features = to_torch(batch).features if isinstance(batch, PackedBatch) else jagged_of(batch)
             return RoutedBatch(dense, features, labels, valid, num_labelled, num_labelled)
-        features, total = self.route(batch, num_labelled, range(len(self._features)))
+        features, total = self.route(batch, num_labelled, range(len(self._collections)))
         if dense is not None:
             dense, labels, valid = (tensor.to(self._exchange.device) for tensor in (dense, labels, valid))
         return RoutedBatch(dense, features, labels, valid, num_labelled, total)
@@ -160,8 +159,15 @@ class BatchRouter:
             DataError: see `prepare`.
         """
         exchange, ranks = self._exchange, self._exchange.wire.num_ranks
-        needed = {name: self._weighted[number] for number in collections for name in self._features[number]}
-        spare = [name for names in self._features for name in names if name not in needed]
+        needed: dict[str, bool | None] = {}
+        for number in collections:
+            for name in self._collections[number].feature_names:
+                if number in exchange.sequences:
+                    needed.setdefault(name)
+                else:
+                    needed[name] = self._weighted[number] or bool(needed.get(name))
+        every = dict.fromkeys(name for collection in self._collections for name in collection.feature_names)
+        spare = [name for name in every if name not in needed]
         try:
             host = with_empty_features(read_batch(batch, needed), spare)
             check_ids(host, self._routers)
@@ -176,11 +182,11 @@ class BatchRouter:
         if len(refused):
             raise DataError(f"rank {refused[0]} refused its part of this batch.", "Its own message says why.")
         most = everyone.max(axis=0)
-        num_sizes = 4 * len(routings)
+        num_sizes = len(self._sizes)
         self._padded_size = max(self._padded_size, int(most[1]))
-        raise_to_rungs(self._sizes.reshape(-1), most[2 : 2 + num_sizes])
+        raise_to_rungs(self._sizes, most[2 : 2 + num_sizes])
         raise_to_rungs(self._areas, np.minimum(everyone[:, 2 + num_sizes :].sum(axis=0), self._area_limits()))
-        sizes = [Sizes(*(int(size) for size in row)) for row in self._sizes]
+        sizes = sizes_of(self._routers, self._sizes)
         routes = [routing.fill(size, self._padded_size) for routing, size in zip(routings, sizes, strict=True)]
         message = routes[0].message if len(routes) == 1 else np.concatenate([r.message for r in routes], axis=1)
         starts = np.concatenate([[0], np.cumsum(self._areas)])
@@ -192,9 +198,19 @@ class BatchRouter:
             torch.from_numpy(starts[:-1]).to(exchange.device),
             int(starts[-1]),
             exchange.wire,
+            self._sequences(host, sizes),
         )
         self._count(host, routings, sizes, ranks)
         return features, int(everyone[:, 0].sum())
+
+    def _sequences(self, host: HostBatch, sizes: Sequence[Sizes]) -> dict[int, SequenceIds]:
+        found = {}
+        for number, arrangement in self._exchange.sequences.items():
+            collection, capacities = self._collections[number], arrangement.capacities(sizes)
+            features = [name for table in collection.tables for name in table.feature_names]
+            need_ids = collection.need_indices()
+            found[number] = SequenceIds.of(host, features, capacities, need_ids, self._exchange.device)
+        return found
 
     @property
     def _num_needs(self) -> int:

@@ -19,6 +19,7 @@ from tpurec.sharding.arrange import Answers, Arrangement
 from tpurec.sharding.column_squares import ColumnSquares, num_sums
 from tpurec.sharding.placement import ShardedTable, Stack
 from tpurec.sharding.routed import DeviceRoute, RoutedFeatures
+from tpurec.sharding.sequences import SequenceArrangement, sequence_vectors
 from tpurec.sharding.storage import StackStorage
 from tpurec.sharding.wire import Wire
 
@@ -40,7 +41,7 @@ class Exchange:
     Args:
         tables: of the model.
         stacks: their layout.
-        output_widths: columns of each collection's output.
+        num_collections: collections.
         wire: the process group.
         device: of the tables.
         wire_dtype: of vectors and gradients between ranks: float32 (float64 if tables are), or bfloat16.
@@ -50,20 +51,22 @@ class Exchange:
         self,
         tables: Sequence[ShardedTable],
         stacks: Sequence[Stack],
-        output_widths: Sequence[int],
+        num_collections: int,
         wire: Wire,
         device: torch.device,
         wire_dtype: torch.dtype,
     ) -> None:
         self.tables, self.stacks, self.wire, self.device = tuple(tables), tuple(stacks), wire, device
         self.storages = [StackStorage(stack, device) for stack in stacks]
-        self.output_widths = tuple(output_widths)
         doubled = any(storage.compute_dtype == torch.float64 for storage in self.storages)
         self.compute_dtype = torch.float64 if doubled else torch.float32
         self.wire_dtype = self.compute_dtype if wire_dtype == torch.float32 else wire_dtype
-        self.learning_rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in output_widths]
+        self.learning_rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in range(num_collections)]
         self._answers = [Answers(stack, wire.num_ranks, device) for stack in stacks]
-        self._arrangement = Arrangement(stacks, output_widths)
+        self._arrangement = Arrangement(stacks, num_collections)
+        dims = {stack.collection: tables[stack.places[0].table].config.embedding_dim for stack in stacks}
+        unpooled = sorted({stack.collection for stack in stacks if stack.unpooled})
+        self.sequences = {number: SequenceArrangement(stacks, number, dims[number]) for number in unpooled}
         self.area_tables = sorted({place.table for stack in stacks if stack.squares for place in stack.places})
         if self.area_tables and device.type == "tpu":
             raise ConfigError(
@@ -86,7 +89,7 @@ class Exchange:
             features: of `BatchRouter.prepare`.
 
         Returns:
-            For each collection its output, `[batch_size, columns]`.
+            For each collection its output, `[batch_size, columns]`; of sequences `[places of all features, dim]`.
 
         Raises:
             TpurecError: the gradients of replicated tables of the step before were not reduced.
@@ -105,7 +108,7 @@ class Exchange:
             features: of `BatchRouter.prepare`.
 
         Returns:
-            For each collection its output; and what was asked of each stack here.
+            For each collection its output, as of `lookup`; and what was asked of each stack here.
         """
         received, ranks = features.received(), self.wire.num_ranks
         requests, remote, replicated, at = [], [], [], 0
@@ -139,7 +142,11 @@ class Exchange:
             sources.append(_scaled(pooled, route.bag_scales))
             own = self._pool(stack, route, rows, replicated[number]) if stack.local_slots else None
             sources.append(_scaled(own, route.local_scales))
-        return self._arrangement.outputs(sources, features.batch_size), requests
+        outputs = self._arrangement.outputs(sources, features.batch_size)
+        sizes = [route.sizes for route in features.routes]
+        for collection, arrangement in self.sequences.items():
+            outputs[collection] = arrangement.output(sources[1::2], sizes)
+        return outputs, requests
 
     def _request(self, stack: Stack, route: DeviceRoute, received: Tensor, batch_size: int) -> _Request:
         ranks, sizes = self.wire.num_ranks, route.sizes
@@ -161,6 +168,8 @@ class Exchange:
         return _Request(torch.cat(rows), offsets, weights, end, num_lines)
 
     def _pool(self, stack: Stack, route: DeviceRoute, rows: Tensor, replicated: Tensor) -> Tensor:
+        if stack.unpooled:
+            return sequence_vectors(rows.reshape(-1, stack.width), replicated, route.index)
         lines = joined([rows.reshape(-1, stack.width), replicated], 0, rows.dtype)
         slots = len(stack.local_slots)
         return pool_lines(lines, route.index, route.offsets, route.weights, slots).view(-1, slots, stack.width)
@@ -176,6 +185,10 @@ class Exchange:
         ranks = self.wire.num_ranks
         dtypes = [storage.compute_dtype for storage in self.storages]
         sources = self._arrangement.gradients(grads, features.padded_size, dtypes, self.device)
+        sizes = [route.sizes for route in features.routes]
+        for collection, arrangement in self.sequences.items():
+            for number, grad in arrangement.gradients(grads[collection], sizes, dtypes, self.device).items():
+                sources[2 * number + 1] = grad
         remote = []
         for number, (stack, route) in enumerate(zip(self.stacks, features.routes, strict=True)):
             storage, (bags, own) = self.storages[number], (sources[2 * number], sources[2 * number + 1])

@@ -20,7 +20,7 @@ from tpurec.errors import DataError
 from tpurec.sharding.column_squares import num_sums
 from tpurec.sharding.placement import make_stacks, tables_of
 from tpurec.sharding.plan import Plan
-from tpurec.sharding.routing import HostBatch, Sizes, StackRouter, raise_to_rungs
+from tpurec.sharding.routing import HostBatch, StackRouter, raise_to_rungs, sizes_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ExchangeVolume:
         self._tables = tables_of(plan, [(list(configs), dtypes, [False] * len(configs))])
         self._stacks = make_stacks(self._tables, [optimizer], self.num_ranks)
         self._routers = [StackRouter(stack, self._tables, self.num_ranks, is_weighted) for stack in self._stacks]
-        self._sizes = np.zeros((len(self._stacks), 4), dtype=np.int64)
+        self._sizes = np.zeros(sum(router.num_needs for router in self._routers), dtype=np.int64)
         self._squared = sorted({place.table for stack in self._stacks if stack.squares for place in stack.places})
         self._areas = np.zeros(len(self._squared), dtype=np.int64)
         self._padded_size = 0
@@ -98,7 +98,7 @@ class ExchangeVolume:
         Raises:
             DataError: not as many batches as the plan has ranks.
         """
-        needs = np.zeros((len(self._stacks), 4), dtype=np.int64)
+        needs = np.zeros_like(self._sizes)
         areas = np.zeros(len(self._squared), dtype=np.int64)
         used_message = used_vectors = unique = looked_up = num_ids = padded_size = num_batches = 0
         for batch in batches:
@@ -107,9 +107,9 @@ class ExchangeVolume:
             num_ids += sum(len(batch.values[name]) for table in self._tables for name in table.config.feature_names)
             for at, number in enumerate(self._squared):
                 areas[at] += sum(len(batch.values[name]) for name in self._tables[number].config.feature_names)
-            for number, router in enumerate(self._routers):
-                routing = router.route(batch)
-                needs[number] = np.maximum(needs[number], routing.needs)
+            routings = [router.route(batch) for router in self._routers]
+            np.maximum(needs, [need for routing in routings for need in routing.needs], out=needs)
+            for router, routing in zip(self._routers, routings, strict=True):
                 message, lines = routing.used(batch.num_examples)
                 used_message, used_vectors = used_message + message, used_vectors + lines * router.stack.width
                 rows, ids = routing.num_unique
@@ -120,7 +120,7 @@ class ExchangeVolume:
         raise_to_rungs(self._sizes, needs)
         limits = np.array([self._tables[number].config.num_embeddings for number in self._squared], dtype=np.int64)
         raise_to_rungs(self._areas, np.minimum(areas, limits))
-        sizes = [Sizes(*(int(size) for size in row)) for row in self._sizes]
+        sizes = sizes_of(self._routers, self._sizes)
         message = sum(router.message_size(size, padded_size) for router, size in zip(self._routers, sizes, strict=True))
         vectors = sum(
             (size.rows + stack.num_answers * padded_size) * stack.width

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from tpurec.embeddings.deferred import initial_blocks
-from tpurec.embeddings.fused import FusedEmbeddingBagCollection
+from tpurec.embeddings.fuse import FusedCollection
+from tpurec.embeddings.sequence import FusedEmbeddingCollection
 from tpurec.errors import ConfigError
 from tpurec.sharding.pieces import TensorPiece
 
 if TYPE_CHECKING:
-    from tpurec.sharding.modules import ShardedEmbeddingBagCollection
+    from tpurec.sharding.sharded_collection import ShardedCollection
 
 
 def load_initial_values(
-    collection: FusedEmbeddingBagCollection,
+    collection: FusedCollection,
     device: torch.device,
-    sharded: ShardedEmbeddingBagCollection | None = None,
+    sharded: ShardedCollection | None = None,
 ) -> None:
     """Copy a collection's values to where they are to be, or draw them if it has none.
 
@@ -36,18 +37,16 @@ def load_initial_values(
     elif sharded is None:
         collection.to(device)
     else:
-        whole = {f"embedding_bags.{name}.weight": bag.weight for name, bag in collection.embedding_bags.items()}
-        whole |= collection.optimizer_state_dict()
+        whole = {**collection.state_dict(), **collection.optimizer_state_dict()}
         for piece in [*sharded.weight_pieces(), *sharded.state_pieces()]:
             if piece.tensor.dim():
-                _copy(piece, 0, whole[piece.name].detach())
+                _copy(piece, 0, whole[piece.name])
             else:
                 piece.tensor.copy_(whole[piece.name])
 
 
-def _draw(
-    collection: FusedEmbeddingBagCollection, device: torch.device, sharded: ShardedEmbeddingBagCollection | None
-) -> None:
+def _draw(fused: FusedCollection, device: torch.device, sharded: ShardedCollection | None) -> None:
+    collection = fused.bag_collection if isinstance(fused, FusedEmbeddingCollection) else fused
     if collection.initial_random_state is None:
         raise ConfigError(
             "the collection's tables are on meta, and nothing is known of their values.",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tpurec.errors import DataError
 from tpurec.sharding.host_batch import HostBatch
 from tpurec.sharding.placement import ShardedTable, Slot, Stack
 
@@ -43,6 +44,25 @@ class Lookups:
         self.answers = np.array(answers, dtype=np.int64)
         # One number of owners for all slots is the usual case; dividing by a scalar is many times faster.
         self.one_count = int(counts[0]) if len(set(counts.tolist())) == 1 else None
+
+    def check(self, batch: HostBatch) -> None:
+        """Refuse an id that is not a row.
+
+        Args:
+            batch: this rank's ids.
+
+        Raises:
+            DataError: naming feature, table, id and position.
+        """
+        for name, table, num_rows in zip(self.features, self.table_names, self.table_rows, strict=True):
+            ids = batch.values[name]
+            if len(ids) and (ids.max() >= num_rows or ids.min() < 0):
+                bad = np.flatnonzero((ids >= num_rows) | (ids < 0))
+                raise DataError(
+                    f"feature {name!r}: id {ids[bad[0]]} (value {bad[0]} of the feature; {len(bad)} in all) is "
+                    f"not a row of table {table!r} with {num_rows} rows.",
+                    "Map ids to rows first (tpurec.features); -1 skips an id.",
+                )
 
     def values(self, batch: HostBatch) -> tuple[np.ndarray, np.ndarray]:
         """All ids.

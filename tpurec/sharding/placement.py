@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torchrec import EmbeddingBagConfig
+from torchrec import EmbeddingBagConfig, PoolingType
 
 from tpurec.embeddings.optimizers import EmbeddingOptimizer
-from tpurec.embeddings.stack import pooling_of
 from tpurec.errors import ConfigError
 from tpurec.sharding.plan import PlacedTable, Plan, Shard
 
@@ -24,7 +23,7 @@ class ShardedTable:
     """A table of a model and where the plan puts it.
 
     Args:
-        config: TorchRec's configuration.
+        config: TorchRec's configuration; of sequence collections with a pooling of NONE.
         placed: the plan's entry.
         collection: number of its collection among the model's.
         dtype: of the weights as they are stored.
@@ -36,6 +35,11 @@ class ShardedTable:
     collection: int
     dtype: torch.dtype
     frozen: bool = False
+
+    @property
+    def unpooled(self) -> bool:
+        """Whether each id gets a vector of its own."""
+        return self.config.pooling is PoolingType.NONE
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,13 @@ class Stack:
         optimizer: its kind of state and its hyper-parameters.
         collection: the collection that it belongs to, whose learning rate it takes.
         frozen: whether its rows never change.
+        unpooled: whether its lookups are sequences, with a vector an id; then distinct rows travel, or are here.
         squares: whether its rows are columns of longer rows whose steps need a sum over all columns: for accumulators
             per row, or to clip gradients.
         num_rows: rows on every rank, those of its fullest one.
         places: the shards in it.
         bag_slots: lookups that owners pool, by output column.
-        local_slots: lookups that the requester pools, by output column.
+        local_slots: lookups that the requester pools, or that are sequences, by output column.
         num_answers: slots that every rank answers for, those of the busiest one.
         num_replicated: rows that are the same on every rank; they come first.
     """
@@ -102,6 +107,7 @@ class Stack:
     optimizer: EmbeddingOptimizer
     collection: int
     frozen: bool
+    unpooled: bool
     squares: bool
     num_rows: int
     places: tuple[Place, ...]
@@ -179,11 +185,11 @@ def make_stacks(
             _check_whole_columns(table, optimizer)
         for shard in table.placed.shards:
             width = shard.columns[1] - shard.columns[0]
-            key = (width, table.dtype, table.collection, table.frozen, squares)
+            key = (width, table.dtype, table.collection, table.frozen, table.unpooled, squares)
             groups.setdefault(key, []).append((number, shard))
     columns = _first_columns(tables)
     stacks = []
-    for (width, dtype, collection, frozen, squares), shards in groups.items():
+    for (width, dtype, collection, frozen, unpooled, squares), shards in groups.items():
         places, num_replicated, num_rows = _laid_out(tables, shards, num_ranks)
         num_rows += squares  # a spare row, which padding reads and writes
         if num_rows >= 2**31:
@@ -199,6 +205,7 @@ def make_stacks(
                 optimizers[collection],
                 collection,
                 frozen,
+                unpooled,
                 squares,
                 num_rows,
                 places,
@@ -242,15 +249,18 @@ def _laid_out(
             for rank in shard.ranks:
                 starts.append(used[rank])
                 used[rank] += shard.num_rows(rank, tables[number].config.num_embeddings)
-            places.append(Place(number, shard, _exchange(tables[number].placed, shard), tuple(starts)))
+            places.append(Place(number, shard, _exchange(tables[number], shard), tuple(starts)))
         if replicated:
             num_replicated = used[0]
     return tuple(places), num_replicated, max(1, *used)
 
 
-def _exchange(placed: PlacedTable, shard: Shard) -> str:
+def _exchange(table: ShardedTable, shard: Shard) -> str:
     if shard.rule == "replicated":
         return "local"
+    if table.unpooled:  # whatever the plan says: there are no pools to send, and a row that repeats travels once
+        return "rows"
+    placed = table.placed
     # A plan that came from elsewhere may leave the exchange of row-wise tables open.
     rows = placed.exchange == "unique_rows" or (placed.exchange == "none" and shard.rule == "modulo")
     return "rows" if rows else "bags"
@@ -277,7 +287,7 @@ def _slots(
         for feature, name in enumerate(config.feature_names):
             column = columns[place.table][feature] + place.shard.columns[0]
             owners = place.shard.ranks if place.exchange == "bags" else ()
-            slot = Slot(name, number, column, pooling_of(config) == "mean", owners)
+            slot = Slot(name, number, column, config.pooling is PoolingType.MEAN, owners)
             (bags if place.exchange == "bags" else local).append(slot)
     bags.sort(key=lambda slot: slot.column)
     local.sort(key=lambda slot: slot.column)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from tpurec.sharding.host_batch import HostBatch
 from tpurec.sharding.routing import Sizes
 
 if TYPE_CHECKING:
@@ -80,7 +83,7 @@ class DeviceRoute:
     message_size: int
     constants: StackConstants
     index: Tensor
-    offsets: Tensor
+    offsets: Tensor | None
     weights: Tensor | None
     lines: Tensor
     line_offsets: Tensor
@@ -91,9 +94,53 @@ class DeviceRoute:
     local_scales: Tensor | None
 
 
+@dataclass(frozen=True)
+class SequenceIds:
+    """What the output of a sequence collection says beside the vectors.
+
+    Args:
+        capacities: places of each feature's sequences, agreed by the ranks.
+        counts: ids of each feature, known on the host.
+        lengths: int32 `[num_features, batch_size]`.
+        ids: int32 or int64 `[sum of capacities]`, -1 where there is none; None if the collection does not need them.
+    """
+
+    capacities: tuple[int, ...]
+    counts: tuple[int, ...]
+    lengths: Tensor
+    ids: Tensor | None
+
+    @classmethod
+    def of(
+        cls, batch: HostBatch, features: Sequence[str], capacities: Sequence[int], need_ids: bool, device: torch.device
+    ) -> SequenceIds:
+        """Take it from a batch.
+
+        Args:
+            batch: this rank's ids.
+            features: of the outputs, in order.
+            capacities: of the outputs.
+            need_ids: whether the ids go along.
+            device: where.
+
+        Returns:
+            It.
+        """
+        found = [batch.sequence(name) for name in features]
+        ids = None
+        if need_ids:
+            padded = [
+                np.concatenate([values, np.full(capacity - len(values), -1, values.dtype)])
+                for (values, _), capacity in zip(found, capacities, strict=True)
+            ]
+            ids = torch.from_numpy(np.concatenate(padded)).to(device)
+        lengths = torch.from_numpy(np.stack([lengths for _, lengths in found])).to(device)
+        return cls(tuple(capacities), tuple(len(values) for values, _ in found), lengths, ids)
+
+
 @dataclass(eq=False)
 class RoutedFeatures:
-    """The sparse features of a batch, for `ShardedEmbeddingBagCollection`.
+    """The sparse features of a batch, for the sharded collections of a model.
 
     Args:
         routes: for each stack.
@@ -103,6 +150,7 @@ class RoutedFeatures:
         areas: int64 `[num_areas + 1]`, see `tpurec.sharding.column_squares`.
         squares_size: all areas together.
         wire: carries the ids.
+        sequences: by number of collection, for sequence collections.
     """
 
     routes: tuple[DeviceRoute, ...]
@@ -112,6 +160,7 @@ class RoutedFeatures:
     areas: Tensor
     squares_size: int
     wire: Wire
+    sequences: Mapping[int, SequenceIds] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)  # of the collections that have not asked for theirs yet
     _received: Tensor | None = None
     _work: dist.Work | None = None
@@ -139,6 +188,7 @@ class RoutedFeatures:
                 f"stack {number} replicated": sizes.replicated,
                 f"stack {number} local ids": sizes.local_ids,
             }
+            found |= {f"stack {number} sequence {slot}": size for slot, size in enumerate(sizes.sequences)}
         return found
 
     def start_id_exchange(self) -> None:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tpurec.errors import DataError
 from tpurec.sharding.host_batch import HostBatch
+from tpurec.sharding.local_layout import bag_layout, sequence_layout
 from tpurec.sharding.lookups import Lookups
 from tpurec.sharding.placement import ShardedTable, Slot, Stack
+
+_NEEDS = 4  # sizes of every stack; unpooled ones have one more a slot
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,15 @@ class Sizes:
         rows: distinct rows that a pair of ranks asks for.
         bag_ids: ids of bags that a pair sends.
         replicated: distinct rows of replicated tables.
-        local_ids: ids that a rank pools itself.
+        local_ids: ids that a rank looks up itself, to pool them or as sequences.
+        sequences: places of each slot of an unpooled stack.
     """
 
     rows: int
     bag_ids: int
     replicated: int
     local_ids: int
+    sequences: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,9 @@ class StackRoute:
 
     Args:
         message: int32 `[num_ranks, message_size]`, to each rank: distinct rows, lengths, ids, bits of weights.
-        index: int32 `[local_ids]`, for every id pooled here the line of its row among the lines received.
-        offsets: int32 `[num_local_slots * batch_size + 1]`, slot after slot.
+        index: int32 `[local_ids]`, for every id pooled here the line of its row among the lines received; of sequences
+            `[places of all slots]`, where an empty place has the line behind the last.
+        offsets: int32 `[num_local_slots * batch_size + 1]`, slot after slot; None for sequences.
         weights: float32 `[local_ids]` or None.
         lines: int32 `[local_ids]`, the same ids by row: which line of the gradients each adds.
         line_offsets: int32 `[num_ranks * rows + replicated + 1]`, where each row's ids begin in `lines`.
@@ -53,7 +58,7 @@ class StackRoute:
 
     message: np.ndarray
     index: np.ndarray
-    offsets: np.ndarray
+    offsets: np.ndarray | None
     weights: np.ndarray | None
     lines: np.ndarray
     line_offsets: np.ndarray
@@ -90,6 +95,24 @@ def raise_to_rungs(sizes: np.ndarray, needs: np.ndarray) -> None:
         sizes[place] = rung(int(needs[place]))
 
 
+def sizes_of(routers: Sequence[StackRouter], needs: np.ndarray) -> list[Sizes]:
+    """Give each stack its own of the numbers of all.
+
+    Args:
+        routers: of all stacks.
+        needs: int64, `num_needs` numbers for each stack.
+
+    Returns:
+        The sizes of each stack.
+    """
+    found, at = [], 0
+    for router in routers:
+        own = [int(size) for size in needs[at : at + router.num_needs]]
+        found.append(Sizes(*own[:_NEEDS], tuple(own[_NEEDS:])))
+        at += router.num_needs
+    return found
+
+
 class StackRouter:
     """Routes the ids of one stack.
 
@@ -109,6 +132,7 @@ class StackRouter:
         self._split = Lookups(split, stack, tables, num_ranks)
         self._local = Lookups(stack.local_slots, stack, tables, num_ranks)
         self.dtype = np.float64 if "64" in str(stack.dtype) else np.float32
+        self.num_needs = _NEEDS + (len(stack.local_slots) if stack.unpooled else 0)
 
     def message_size(self, sizes: Sizes, batch_size: int) -> int:
         """Elements that go to each rank.
@@ -152,6 +176,7 @@ class StackRouting:
             int((self._fixed_per_owner + self._split_per_owner).max(initial=0)),
             int(self._rows_per_owner[-1]),
             len(self._place_of),
+            *(len(batch.sequence(name)[0]) for name in router._local.features if router.stack.unpooled),
         )
 
     def _route_bags(self, fixed: Lookups, split: Lookups) -> None:
@@ -235,15 +260,15 @@ class StackRouting:
         replicated[: len(self._unique_row) - remote] = self._unique_row[remote:]
         num_lines = self._router.num_ranks * sizes.rows + sizes.replicated
         line_of_unique = self._unique_owner * sizes.rows + in_owner
-        lengths = self._lengths(local.features, batch_size)
-        num_slots = len(local.features)
-        index = np.zeros(sizes.local_ids, dtype=np.int32)
-        index[self._place_of] = line_of_unique[self._number_of]
-        # The gradients come as one line per example and slot, slots side by side.
-        line_of_bag = np.arange(batch_size)[None, :] * num_slots + np.arange(num_slots)[:, None]
-        line_of_id = np.repeat(line_of_bag.reshape(-1), lengths.reshape(-1))
+        if stack.unpooled:
+            layout = sequence_layout(self._batch, local.features, sizes.sequences, num_lines)
+        else:
+            layout = bag_layout(self._lengths(local.features, batch_size), sizes.local_ids)
+        places = self._place_of if layout.places is None else layout.places[self._place_of]
+        index = np.full(layout.size, layout.spare, dtype=np.int32)
+        index[places] = line_of_unique[self._number_of]
         lines = np.zeros(sizes.local_ids, dtype=np.int32)
-        lines[: len(line_of_id)] = line_of_id[self._place_of]
+        lines[: len(places)] = layout.gradients[self._place_of]
         per_line = np.zeros(num_lines, dtype=np.int64)
         per_line[line_of_unique] = np.diff(self._begins, append=len(self._place_of))
         weights = line_weights = None
@@ -254,7 +279,7 @@ class StackRouting:
         return StackRoute(
             message,
             index,
-            _offsets(lengths.reshape(-1)),
+            layout.offsets,
             weights,
             lines,
             _offsets(per_line),
@@ -325,15 +350,7 @@ def check_ids(batch: HostBatch, routers: Sequence[StackRouter]) -> None:
     """
     for router in routers:
         for lookups in (router._fixed, router._split, router._local):
-            for name, table, num_rows in zip(lookups.features, lookups.table_names, lookups.table_rows, strict=True):
-                ids = batch.values[name]
-                if len(ids) and (ids.max() >= num_rows or ids.min() < 0):
-                    bad = np.flatnonzero((ids >= num_rows) | (ids < 0))
-                    raise DataError(
-                        f"feature {name!r}: id {ids[bad[0]]} (value {bad[0]} of the feature; {len(bad)} in all) is "
-                        f"not a row of table {table!r} with {num_rows} rows.",
-                        "Map ids to rows first (tpurec.features); -1 skips an id.",
-                    )
+            lookups.check(batch)
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from tpurec.embeddings.stack import dtype_of
 from tpurec.sharding.drawn_ids import draw_batch
 from tpurec.sharding.placement import ShardedTable, Stack, make_stacks, tables_of
 from tpurec.sharding.plan import Plan
-from tpurec.sharding.routing import Sizes, StackRouter, rung
+from tpurec.sharding.routing import Sizes, StackRouter, rung, sizes_of
 from tpurec.sharding.tables import TableSpec
 
 MOST_RANKS = 32
@@ -89,15 +89,17 @@ class StackShapes:
 
     @property
     def route_bytes(self) -> int:
-        """Index arrays of the ids that a rank pools itself, for one batch."""
+        """Index arrays of the ids that a rank looks up itself, for one batch."""
         ids, lines = self.sizes.local_ids, self.num_ranks * self.sizes.rows + self.sizes.replicated
+        if self.stack.unpooled:
+            return 4 * (ids + sum(self.sizes.sequences) + lines + 1 + 2 * self.sizes.replicated)
         bags = len(self.stack.local_slots) * self.batch_size
         return 4 * (ids * (4 if self.weighted else 2) + lines + bags + 2 + 2 * self.sizes.replicated)
 
     @property
     def gathered_bytes(self) -> int:
-        """Rows of the ids that a rank pools itself, before they are added up."""
-        return 4 * self.sizes.local_ids * self.stack.width
+        """Rows of the ids that a rank looks up itself, before they are added up, or as sequences."""
+        return 4 * (sum(self.sizes.sequences) or self.sizes.local_ids) * self.stack.width
 
     @property
     def replicated_bytes(self) -> int:
@@ -142,15 +144,18 @@ def step_shapes(
     Raises:
         ConfigError: the plan is for other tables, or a table that sharded training cannot have.
     """
-    kinds = ["" if optimizer else table.optimizer for table in tables]
+    kinds = [("" if optimizer else table.optimizer, table.pooling == "none") for table in tables]
     names = list(dict.fromkeys(kinds))
-    optimizers = [optimizer or _OPTIMIZERS[name](lr=0.01) for name in names]
+    optimizers = [optimizer or _OPTIMIZERS[name](lr=0.01) for name, _ in names]
     groups = [[table for table, kind in zip(tables, kinds, strict=True) if kind == name] for name in names]
     collections = []
     for group in groups:
         configs = [config_of(table) for table in group]
         collections.append((configs, [dtype_of(config) for config in configs], [False] * len(configs)))
-    weighted = [any(feature.weighted for table in group for feature in table.features) for group in groups]
+    weighted = [
+        not unpooled and any(feature.weighted for table in group for feature in table.features)
+        for group, (_, unpooled) in zip(groups, names, strict=True)
+    ]
     sharded = tables_of(plan, collections)
     num_ranks = plan.topology.num_ranks
     stacks = make_stacks(sharded, optimizers, num_ranks)
@@ -182,12 +187,11 @@ def _sizes(
 ) -> list[Sizes]:
     num_ranks = plan.topology.num_ranks
     routers = [StackRouter(stack, sharded, num_ranks, weighted[stack.collection]) for stack in stacks]
-    needs = np.zeros((len(stacks), 4), dtype=np.int64)
+    needs = np.zeros(sum(router.num_needs for router in routers), dtype=np.int64)
     for rank in ranks:
         batch = draw_batch(tables, plan.assumptions, rank * share, share, any(weighted))
-        for number, router in enumerate(routers):
-            needs[number] = np.maximum(needs[number], router.route(batch).needs)
-    return [Sizes(*(rung(int(need)) for need in row)) for row in needs]
+        np.maximum(needs, [need for router in routers for need in router.route(batch).needs], out=needs)
+    return sizes_of(routers, np.array([rung(int(need)) for need in needs]))
 
 
 def config_of(table: TableSpec) -> EmbeddingBagConfig:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.table import Table
 
 RECIPE = "pipelines/recipes/demo.toml"
 SERVE_READY_SECONDS = 120
+PLAN_BATCH = 65_536
 console = Console(highlight=False)
 
 
@@ -71,6 +73,23 @@ def ask_online(bundle: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
         server.wait(30)
 
 
+def planned(plan: dict[str, Any]) -> str:
+    """Say a plan in one line.
+
+    Args:
+        plan: what `tpurec plan --json` answered; it fits, or the command had failed.
+
+    Returns:
+        Ranks, what became of the tables, and the estimated step.
+    """
+    ways = Counter(table["sharding"] for table in plan["tables"]).most_common()
+    return (
+        f"fits, {plan['num_ranks']} ranks, {plan['idle_ranks'] or 'none'} idle; tables: "
+        f"{', '.join(f'{number} {way}' for way, number in ways)}; estimated {plan['step_seconds'] * 1e3:.2f} ms a step "
+        f"of {PLAN_BATCH:,} (a model, not run on hardware)"
+    )
+
+
 def first_rows(path: Path, count: int) -> list[dict[str, Any]]:
     """Read raw rows for a request from a Parquet folder.
 
@@ -105,7 +124,7 @@ def main() -> None:
     for part in ("train", "test"):
         tpurec("data", "convert", raw / part, data / part, "--schema", "criteo")
     recipe_data = ("--set", f"data.train={data / 'train'}", "--set", f"data.test={data / 'test'}")
-    plan = tpurec("plan", RECIPE, *recipe_data, "--slice", options.slice, "--batch-size", 65_536)
+    plan = tpurec("plan", RECIPE, *recipe_data, "--slice", options.slice, "--batch-size", PLAN_BATCH)
     trained = tpurec("train", RECIPE, *recipe_data, "--out", run)
     evaluated = tpurec("evaluate", run, data / "test", "--scores", options.out / "evaluated.parquet")
     tpurec("export", run, bundle)
@@ -119,11 +138,7 @@ def main() -> None:
     table.add_row("training", f"{trained['rows_per_second']:,.0f} rows/s, {trained['steps']:,} steps, run in {run}")
     table.add_row("offline scoring", f"{scored['rows_per_second']:,.0f} rows/s, scores in {scored['path']}")
     table.add_row("online scoring", f"{json.dumps(answer)} for 3 rows")
-    table.add_row(
-        f"plan for {plan['slice']}",
-        f"{'fits' if plan['fits'] else 'does not fit'}, {plan['num_ranks']} ranks, estimated "
-        f"{plan['step_seconds'] * 1e3:.2f} ms a step of 65,536 (a model, not run on hardware)",
-    )
+    table.add_row(f"plan for {plan['slice']}", planned(plan))
     table.add_row("all in", f"{time.monotonic() - started:.0f} s")
     console.print(table)
 

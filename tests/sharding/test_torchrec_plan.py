@@ -1,12 +1,15 @@
 """Plans go to TorchRec and come back."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.sharding.problems import MLPERF, table
 from tpurec.errors import ConfigError
 from tpurec.sharding.planner import plan
 from tpurec.sharding.tables import SHARDINGS, read_tables
 from tpurec.sharding.torchrec_plan import from_torchrec, to_torchrec
+from tpurec.topology.slices import SliceTopology
 
 TABLES = [
     table("a", 4091, 64, 3.0, pin="row_wise"),
@@ -40,6 +43,63 @@ def test_the_mlperf_plan_survives_torchrec(slice_):
         (p.name, p.sharding, p.shards) for p in made.tables
     ]
     assert again.estimates.hbm_bytes_max == pytest.approx(made.estimates.hbm_bytes_max, rel=0.05)
+
+
+@st.composite
+def problems(draw):
+    """Tables of all kinds on a slice, each pinned to a sharding (some to ranks in any order), or free."""
+    slice_ = SliceTopology.parse(draw(st.sampled_from(["v6e-8", "v6e-16", "v5p-16", "tpu7x:2x2x2", "cpu-3"])))
+    ways = [None, *(way for way in SHARDINGS if slice_.chip or way != "table_row_wise")]  # CPU ranks have no torus
+    tables = []
+    for number in range(draw(st.integers(1, 5))):
+        pin = draw(st.sampled_from(ways))
+        ranks = None
+        if pin in ("table_wise", "column_wise"):
+            owners = 1 if pin == "table_wise" else 2
+            ranks = draw(
+                st.none() | st.permutations(range(slice_.num_ranks)).map(lambda some, k=owners: tuple(some[:k]))
+            )
+        tables.append(
+            table(
+                f"t{number}",
+                draw(st.integers(1, 40) | st.integers(1000, 200_000)),
+                draw(st.sampled_from([16, 64, 128])),
+                draw(st.sampled_from([0.0, 0.7, 1.0, 30.0])),
+                dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+                optimizer=draw(st.sampled_from(["sgd", "row_wise_adagrad", "adam"])),
+                pooling=draw(st.sampled_from(["sum", "mean"])),
+                pin=pin,
+                pin_ranks=ranks,
+            )
+        )
+    return tables, slice_.name, 24 * slice_.num_ranks
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.sampled_from(["", "model.sparse"]))
+def test_any_plan_survives_torchrec(problem, module_path):
+    tables, slice_, batch = problem
+    made = plan(tables, slice_, batch)
+    sharding = to_torchrec(made, module_path)
+    for placed in made.tables:  # what TorchRec is told, by its own meaning of shards
+        entry, spec = sharding.plan[module_path][placed.name], placed.table
+        assert set(entry.ranks) == set(placed.ranks)
+        if placed.sharding == "data_parallel":
+            continue
+        owned = [(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in entry.sharding_spec.shards]
+        assert {owner[0] for owner in owned} == set(placed.ranks)
+        for row in {0, spec.num_embeddings // 2, spec.num_embeddings - 1}:
+            for column in range(0, spec.embedding_dim, 8):
+                assert sum(r <= row < r + h and c <= column < c + w for _, r, c, h, w in owned) == 1
+    again = from_torchrec(sharding, tables, slice_, batch)
+    assert [(p.name, p.sharding, p.shards) for p in again.tables] == [
+        (p.name, p.sharding, p.shards) for p in made.tables
+    ]
+    exchanges = {placed.name: placed.exchange for placed in made.tables}
+    same = from_torchrec(sharding, tables, slice_, batch, exchanges=exchanges)
+    assert (same.tables, same.stacks, same.rungs) == (made.tables, made.stacks, made.rungs)
+    assert same.estimates.rank_bytes == made.estimates.rank_bytes
+    assert same.estimates.step_seconds == pytest.approx(made.estimates.step_seconds, rel=1e-12)
 
 
 def test_torchrec_shards_cover_each_table_once_and_name_the_owners(made):

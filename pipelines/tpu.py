@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.device import DeviceConfig
 from tpurec.errors import ConfigError
+from tpurec.kernels.limits import problem_of_rows
 from tpurec.models.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -75,26 +76,18 @@ def require_device(config: DeviceConfig) -> None:
 
 
 def check_tables(specs: Iterable[TableSpec]) -> None:
-    """Refuse tables that the kernels cannot take, before there is a RUN.
+    """Refuse tables that the kernels cannot take as they are, before there is a RUN; of shards the planner decides.
 
     Args:
-        specs: the tables of a recipe.
+        specs: the tables of a recipe that trains in one process.
 
     Raises:
         ConfigError: naming the first such table, and what is wrong with its dim or dtype.
     """
-    import torch
-
-    from tpurec.embeddings.layout import Packed
-
     for spec in specs:
-        what = f"table {spec.name!r}"
-        try:
-            # Size is another matter: it is that of a stack.
-            Packed(1, spec.embedding_dim, getattr(torch, spec.dtype), what)
-        except ConfigError as error:
-            problem = error.problem if what in error.problem else f"{what}: {error.problem}"
-            raise ConfigError(f"device.kind = 'tpu': {problem}", error.remedy) from None
+        refused = problem_of_rows(spec.embedding_dim, spec.dtype)
+        if refused is not None:
+            raise ConfigError(f"device.kind = 'tpu': table {spec.name!r}: {refused[0]}", refused[1])
 
 
 def start_tpu(config: DeviceConfig) -> torch.device:

@@ -76,7 +76,7 @@ def train(
             require_device(resolved.device)
         data = find_data(resolved)  # before the folder is made: a mistyped path leaves nothing behind
         check_labels(data.train, data.schema)
-        if resolved.device.kind == "tpu":
+        if resolved.device.kind == "tpu" and resolved.sharding.num_ranks < 2:
             check_tables(table_specs(resolved.tables, data.schema))
         train_as = _engine(run, resolved, data, engine, reporter, max_restarts)
         try:

@@ -74,8 +74,8 @@ def test_without_a_chip_a_recipe_for_a_tpu_fails_at_once_and_libtpu_is_not_asked
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"embedding_dim": 12}, r"device\.kind = 'tpu': table 'user': embedding_dim 12: kernels take multiples of 8"),
-        ({"embedding_dim": 24, "dtype": "bfloat16"}, r"'tpu': table 'user': embedding_dim 24 in .*multiple of 16"),
+        ({"embedding_dim": 12}, r"device\.kind = 'tpu': table 'user': embedding_dim 12: .*of 8 .*Use 8 or 16"),
+        ({"embedding_dim": 24, "dtype": "bfloat16"}, r"'tpu': table 'user': embedding_dim 24: .*of 16 .*Use 16 or 32"),
         ({"dtype": "float16"}, r"'tpu': table 'user': dtype 'float16': tables are float32 or bfloat16"),
     ],
 )

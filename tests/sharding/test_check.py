@@ -152,7 +152,7 @@ def test_hyper_parameters_that_compile_in_reach_the_program():
     [
         ([table("odd", dim=12)], "multiples of 8"),
         ([table("half", dtype="float16")], "float16"),
-        ([table("thin", dim=8, dtype="bfloat16")], "multiple of 16"),
+        ([table("thin", dim=8, dtype="bfloat16")], "multiples of 16"),
         ([table("wide", dim=64, pin="column_wise")], "CPU only"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tpurec.errors import ConfigError
+from tpurec.kernels.limits import problem_of_rows
 
 
 class Layout(Protocol):
@@ -77,15 +78,17 @@ class Packed:
         from tpurec.kernels.storage import Storage
 
         self.num_rows, self.dim, self.dtype = num_rows, dim, dtype
-        self.storage = Storage(num_rows, dim, str(dtype).removeprefix("torch."))
+        name = str(dtype).removeprefix("torch.")
+        refused = problem_of_rows(dim, name)
+        if refused is not None:
+            raise ConfigError(f"{what}: {refused[0]}", refused[1])
+        self.storage = Storage(num_rows, dim, name)
         if self.storage.num_parts > 1:
             raise ConfigError(
                 f"{what}: {self.storage.num_bytes / 2**30:.1f} GiB; one tensor of a TPU takes "
-                f"{self.storage.max_part_bytes / 2**30:.0f} GiB.",
-                "Shard the table.",
+                f"{self.storage.max_part_bytes / 2**30:.0f} GiB, and a table that is whole is one tensor.",
+                "Spread the table over workers (--workers), or use bfloat16 or an optimizer with less state.",
             )
-        if self.storage.row_bytes != dim * dtype.itemsize:
-            raise ConfigError(f"{what}: embedding_dim {dim} in {dtype}; a TPU needs a multiple of 16 for bfloat16.")
 
     def allocate(self, device: torch.device) -> Tensor:
         """As `Layout.allocate`."""

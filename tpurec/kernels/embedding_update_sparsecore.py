@@ -35,9 +35,9 @@ from jax.experimental.pallas import tpu_sc as plsc
 
 from tpurec.kernels.dedup import UniqueRows, unique_rows
 from tpurec.kernels.dispatch import Shape
+from tpurec.kernels.limits import MAX_TENSOR_BYTES
 from tpurec.kernels.optimizers import RowOptimizer
 from tpurec.kernels.sparsecore_rows import RowMath
-from tpurec.kernels.storage import MAX_PART_BYTES
 from tpurec.topology.chips import Chip
 
 _LIST_SLOTS = 4  # lists of block t + 2 arrive while block t is written back
@@ -136,7 +136,7 @@ def limit(shape: Shape, chip: Chip | None, config: Config) -> str | None:
         return f"{chip.name if chip else 'no TPU'} has no SparseCore"
     if shape.plain_only:
         return f"{shape.plain_only}: in plain JAX only"
-    if shape.storage.max_part_bytes > MAX_PART_BYTES:
+    if shape.storage.max_part_bytes > MAX_TENSOR_BYTES:
         return f"a SparseCore kernel takes at most 16 GiB per tensor, not {shape.storage.max_part_bytes} bytes"
     if shape.storage.num_parts > 8:
         return f"it takes up to 8 parts, the storage has {shape.storage.num_parts}"

@@ -26,13 +26,12 @@ import jax
 import jax.numpy as jnp
 
 from tpurec.errors import ConfigError
+from tpurec.kernels.limits import MAX_DIM, MAX_TENSOR_BYTES, num_tensors, rows_per_tensor
 
 LANES = 128
 SUBLANES = 8
 WORD_BYTES = 4
 GRANULE_WORDS = 8  # 32 bytes, what a SparseCore DMA addresses
-MAX_DIM = 1280
-MAX_PART_BYTES = 16 << 30
 _COLUMNS_PER_WORD = {"float32": 1, "bfloat16": 2}
 
 
@@ -56,7 +55,7 @@ class Storage:
     num_rows: int
     dim: int
     dtype: str = "float32"
-    max_part_bytes: int = MAX_PART_BYTES
+    max_part_bytes: int = MAX_TENSOR_BYTES
 
     def __post_init__(self) -> None:
         if self.dim % 8 or not 8 <= self.dim <= MAX_DIM:
@@ -71,8 +70,7 @@ class Storage:
                 f"num_rows {self.num_rows}: rows are int32, so 1 to {2**31 - 1} in one storage.",
                 "Make several storages.",
             )
-        if self._align_rows * self.row_bytes > self.max_part_bytes:
-            raise ConfigError(f"max_part_bytes {self.max_part_bytes}: less than {self._align_rows} rows of {self.dim}.")
+        rows_per_tensor(self.num_rows, self.row_bytes, self.max_part_bytes)  # refuses a limit that is too low
 
     @property
     def columns_per_word(self) -> int:
@@ -94,23 +92,15 @@ class Storage:
         """jnp dtype of the parts: float32, or int32 for pairs of bfloat16."""
         return jnp.float32 if self.columns_per_word == 1 else jnp.int32
 
-    @property
-    def _align_rows(self) -> int:
-        """Smallest number of rows that fills whole tiles of 8 x 128 words."""
-        tile = LANES * SUBLANES
-        return tile // math.gcd(self.row_words, tile)
-
     @cached_property
     def rows_per_part(self) -> int:
         """Rows in each part; the last part's surplus rows are never addressed."""
-        align = self._align_rows
-        most = self.max_part_bytes // (align * self.row_bytes) * align
-        return _round_up(math.ceil(self.num_rows / math.ceil(self.num_rows / most)), align)
+        return rows_per_tensor(self.num_rows, self.row_bytes, self.max_part_bytes)
 
     @property
     def num_parts(self) -> int:
         """Tensors that hold the table."""
-        return math.ceil(self.num_rows / self.rows_per_part)
+        return num_tensors(self.num_rows, self.row_bytes, self.max_part_bytes)
 
     @property
     def part_shape(self) -> tuple[int, int]:

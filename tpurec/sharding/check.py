@@ -14,8 +14,8 @@ import torch
 from tpurec.embeddings.layout import Packed
 from tpurec.errors import ConfigError
 from tpurec.kernels.compile_process import Compiled, KernelProgram
+from tpurec.kernels.limits import MAX_TENSOR_BYTES
 from tpurec.kernels.optimizers import RowOptimizer
-from tpurec.kernels.storage import MAX_PART_BYTES
 from tpurec.sharding.step_shapes import StackShapes, StepShapes
 
 
@@ -64,7 +64,7 @@ def stack_programs(shapes: StackShapes) -> StackPrograms:
             Packed(stack.num_rows, stack.width, torch.float32, f"{names}, optimizer state")
     except ConfigError as error:
         # The stack is sharded already, so the layout's own advice does not help with its size.
-        too_large = stack.num_rows * stack.width * 4 > MAX_PART_BYTES and "GiB" in error.problem
+        too_large = stack.num_rows * stack.width * 4 > MAX_TENSOR_BYTES and "GiB" in error.problem
         remedy = "Use a slice with more ranks, or smaller tables." if too_large else error.remedy
         return StackPrograms(shapes, {}, problem=error.problem, remedy=remedy)
     rule = _rule(shapes)

@@ -106,7 +106,7 @@ def test_bfloat16_tables_move_and_train():
 
 @pytest.mark.parametrize(
     ("dim", "data_type", "message"),
-    [(12, DataType.FP32, "multiples of 8"), (8, DataType.BF16, "multiple of 16"), (16, DataType.FP16, "float16")],
+    [(12, DataType.FP32, "multiples of 8"), (8, DataType.BF16, "multiples of 16"), (16, DataType.FP16, "float16")],
 )
 def test_what_the_kernels_cannot_hold_is_refused_by_name(dim, data_type, message):
     table = EmbeddingBagConfig(name="t", embedding_dim=dim, num_embeddings=10, feature_names=["f"], data_type=data_type)

@@ -40,6 +40,7 @@ class KernelProgram:
         num_ids: capacity of the ids.
         weighted: with a weight per id.
         optimizer: of the update; None for the lookup.
+        columns: an update of columns whose rows are spread over ranks (`column_step`): without bags and weights.
     """
 
     storage: Storage
@@ -47,10 +48,13 @@ class KernelProgram:
     num_ids: int
     weighted: bool = False
     optimizer: RowOptimizer | None = None
+    columns: bool = False
 
     @property
     def op(self) -> str:
-        """`embedding_bag` or `embedding_update`."""
+        """`embedding_bag`, `embedding_update` or `column_step`."""
+        if self.columns:
+            return "column_step"
         return "embedding_update" if self.optimizer else "embedding_bag"
 
 
@@ -199,6 +203,7 @@ def _answer(target: Any, request: dict[str, Any]) -> Compiled:
         request["num_ids"],
         request["weighted"],
         RowOptimizer(**rule) if rule else None,
+        request["columns"],
     )
     optimizer = program.optimizer
     shape = dispatch.Shape(
@@ -210,12 +215,20 @@ def _answer(target: Any, request: dict[str, Any]) -> Compiled:
         optimizer.name if optimizer else "",
         (optimizer.beyond_kernels or "") if optimizer else "",
     )
-    choice = dispatch.choose(program.op, shape, target.chip)
     sizes = (program.num_bags, program.num_ids)
+    if program.columns:
+        choice = dispatch.Choice(program.op, "plain", None, "steps of spread rows have no Pallas kernel")
+        built = programs.column_step(target, program.storage, optimizer, program.num_ids)
+        return _compiled(target, choice, built)
+    choice = dispatch.choose(program.op, shape, target.chip)
     if optimizer:
         built = programs.update(target, program.storage, optimizer, *sizes, weighted=program.weighted)
     else:
         built = programs.lookup(target, program.storage, *sizes, weighted=program.weighted)
+    return _compiled(target, choice, built)
+
+
+def _compiled(target: Any, choice: Any, built: Any) -> Compiled:
     function, arguments, donate = built
     try:
         memory = target.memory(function, *arguments, donate=donate)

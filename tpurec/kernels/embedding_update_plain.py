@@ -67,10 +67,37 @@ def run(
     Returns:
         New parts and new state.
     """
-    storage = shape.storage
-    unique = unique_rows(ids_N, offsets, weights_N, storage.num_rows, shape.pooling)
+    unique = unique_rows(ids_N, offsets, weights_N, shape.storage.num_rows, shape.pooling)
     grads_UD = combined_gradients(unique, grads_BD)
-    rows_U = jnp.maximum(unique.rows_N, 0)
+    return step_rows(parts, state, unique.rows_N, grads_UD, lr, shape.storage, optimizer)
+
+
+def step_rows(
+    parts: Sequence[jax.Array],
+    state: Sequence[jax.Array],
+    numbers_U: jax.Array,
+    grads_UD: jax.Array,
+    lr: jax.Array,
+    storage: Storage,
+    optimizer: RowOptimizer,
+    mean_squares_U: jax.Array | None = None,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Gather rows, step, scatter them.
+
+    Args:
+        parts: the storage's parts.
+        state: as of `optimizers.pack_state`.
+        numbers_U: int32 `[U]`, unique rows; fillers are negative.
+        grads_UD: float32 `[U, D]`, duplicates combined.
+        lr: float32 scalar.
+        storage: shapes of the table.
+        optimizer: the rule.
+        mean_squares_U: as of `optimizers.step`.
+
+    Returns:
+        New parts and new state.
+    """
+    rows_U = jnp.maximum(numbers_U, 0)
     values_UD = gather_rows(parts, rows_U, storage)
     of_state = optimizer.state_storage(storage)
     groups = by_array(optimizer, tuple(state), storage)
@@ -79,18 +106,18 @@ def run(
         gather_rows(group, rows_U, of_state) if len(shape) == 2 else group[0][rows_U] if shape else group[0]
         for group, shape in zip(groups, shapes, strict=True)
     )
-    new_UD, new_state = step(optimizer, values_UD, grads_UD, found, lr)
+    new_UD, new_state = step(optimizer, values_UD, grads_UD, found, lr, mean_squares_U)
     new_UD = round_rows(optimizer, new_UD, rows_U, new_state, storage.dtype)
     written: list[jax.Array] = []
     for group, shape, new in zip(groups, shapes, jax.tree.leaves(new_state), strict=True):
         if len(shape) == 2:
-            written += _scatter_rows(group, unique.rows_N, new, of_state)
+            written += _scatter_rows(group, numbers_U, new, of_state)
         elif shape:
-            nowhere = jnp.where(unique.rows_N < 0, len(group[0]), unique.rows_N)
+            nowhere = jnp.where(numbers_U < 0, len(group[0]), numbers_U)
             written.append(group[0].at[nowhere].set(new, mode="drop", unique_indices=True))
         else:
             written.append(new)
-    return _scatter_rows(parts, unique.rows_N, new_UD, storage), tuple(written)
+    return _scatter_rows(parts, numbers_U, new_UD, storage), tuple(written)
 
 
 def combined_gradients(unique: UniqueRows, grads_BD: jax.Array) -> jax.Array:

@@ -249,7 +249,12 @@ def rate(optimizer: RowOptimizer, state: Any, lr: Any, sqrt: Callable[[Any], Any
 
 
 def step(
-    optimizer: RowOptimizer, rows_UD: jax.Array, grads_UD: jax.Array, state: State, lr: jax.Array
+    optimizer: RowOptimizer,
+    rows_UD: jax.Array,
+    grads_UD: jax.Array,
+    state: State,
+    lr: jax.Array,
+    mean_squares_U: jax.Array | None = None,
 ) -> tuple[jax.Array, State]:
     """One step on each row.
 
@@ -259,6 +264,8 @@ def step(
         grads_UD: float32 `[U, dim]`, duplicates combined.
         state: arrays of `optimizer.state_shapes(U, dim)`, as `optimizer_state.pack_state` takes them.
         lr: float32 scalar.
+        mean_squares_U: float32 `[U]`, what accumulators per row take, after clipping and L2 decay; by default the mean
+            of `grads_UD`, whose rows may be some columns of longer ones.
 
     Returns:
         New rows, not yet rounded, and new state, same shapes.
@@ -271,7 +278,7 @@ def step(
     new_UD = rows_UD - lr * (optimizer.weight_decay * rows_UD) if optimizer.decoupled else rows_UD
     squares = grads_UD * grads_UD
     if optimizer.name.startswith("rowwise"):
-        squares = jnp.mean(squares, axis=1)
+        squares = jnp.mean(squares, axis=1) if mean_squares_U is None else mean_squares_U
     kept: list[jax.Array] = []
     if count is not None:
         count = count + 1

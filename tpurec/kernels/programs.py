@@ -1,4 +1,4 @@
-"""The kernels' two programs as they run on a device, to compile ahead of time: lookup and fused update."""
+"""The kernels' programs as they run on a device, to compile ahead of time: lookup, fused update and column step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tpurec.kernels import column_step as columns
 from tpurec.kernels import embedding_update
 from tpurec.kernels.ahead_of_time import Target
 from tpurec.kernels.embedding_bag import embedding_bag
@@ -94,12 +95,9 @@ def update(
     Returns:
         The function, its abstract arguments, and that table and state are donated: arguments of `Target.compile`.
     """
-    state = tuple(
-        target.array(shape, jnp.float32 if shape else jnp.int32) for shape in optimizer.packed_shapes(storage)
-    )
     arguments = (
         _parts(target, storage),
-        state,
+        _state(target, storage, optimizer),
         target.array((num_bags, storage.dim), jnp.float32),
         target.array((num_ids,), jnp.int32),
         target.array((num_bags + 1,), jnp.int32),
@@ -119,6 +117,38 @@ def update(
         )
 
     return function, arguments, (0, 1)
+
+
+def column_step(target: Target, storage: Storage, optimizer: RowOptimizer, num_rows: int) -> Program:
+    """A step of columns whose rows are spread over ranks.
+
+    Args:
+        target: what to compile for.
+        storage: the columns.
+        optimizer: the rule, without clipping.
+        num_rows: capacity of the rows to step.
+
+    Returns:
+        As of `update`.
+    """
+    arguments = (
+        _parts(target, storage),
+        _state(target, storage, optimizer),
+        target.array((num_rows,), jnp.int32),
+        target.array((num_rows, storage.dim), jnp.float32),
+        target.array((num_rows,), jnp.float32),
+        target.array((), jnp.float32),
+    )
+
+    def function(*arguments):
+        return columns.column_step(*arguments, storage=storage, optimizer=optimizer)
+
+    return function, arguments, (0, 1)
+
+
+def _state(target: Target, storage: Storage, optimizer: RowOptimizer) -> tuple[Any, ...]:
+    shapes = optimizer.packed_shapes(storage)
+    return tuple(target.array(shape, jnp.float32 if shape else jnp.int32) for shape in shapes)
 
 
 def _parts(target: Target, storage: Storage) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 
 from tpurec.errors import ConfigError
 from tpurec.extras import require
+from tpurec.kernels import column_step as column_kernel
 from tpurec.kernels import embedding_bag as bag_kernel
 from tpurec.kernels import embedding_update as update_kernel
 from tpurec.kernels import sequence_gather as sequence_kernel
@@ -18,6 +19,7 @@ from tpurec.kernels.optimizers import RowOptimizer
 from tpurec.kernels.storage import Storage
 from tpurec.ops import _tpu_guard, _tpu_jagged, fbgemm_names
 from tpurec.ops._tpu_binding import bind_op
+from tpurec.ops.column_step import column_step_
 from tpurec.ops.embedding_bag import embedding_bag, embedding_bag_weights_grad
 from tpurec.ops.embedding_update import embedding_update_
 from tpurec.ops.sequence_gather import sequence_gather
@@ -86,8 +88,11 @@ def _start_device() -> None:
         raise ConfigError("there is no TPU on this machine.", "Use device.kind = 'cpu'.")
 
 
-def _storage(parts: Sequence[jax.Array], num_rows: int, dim: int) -> Storage:
-    return Storage(num_rows, dim, "float32" if parts[0].dtype == jnp.float32 else "bfloat16")
+def _storage(parts: Sequence[jax.Array], num_rows: int, dim: int, state: Sequence[jax.Array] = ()) -> Storage:
+    """The storage that these are the parts of. The largest of its tensors has the size that they were cut by, or less
+    and then so that all are cut alike."""
+    largest = max(array.nbytes for array in (*parts, *state) if array.ndim == 2)
+    return Storage(num_rows, dim, "float32" if parts[0].dtype == jnp.float32 else "bfloat16", largest)
 
 
 def _to_bags(grad: jax.Array, num_features: int, dim: int) -> jax.Array:
@@ -177,7 +182,7 @@ def _update(
         offsets,
         weights,
         lr,
-        storage=_storage(parts, num_rows, dim),
+        storage=_storage(parts, num_rows, dim, state),
         optimizer=RowOptimizer(
             optimizer, eps, weight_decay, beta1, beta2, decoupled_weight_decay, max_gradient_norm, rounding_seed
         ),
@@ -187,10 +192,33 @@ def _update(
     )
 
 
+def _step_columns(
+    parts: list[jax.Array],
+    state: list[jax.Array],
+    rows: jax.Array,
+    grad_rows: jax.Array,
+    mean_squares: jax.Array,
+    lr: jax.Array,
+    optimizer: str,
+    eps: float,
+    weight_decay: float,
+    num_rows: int,
+    dim: int,
+    beta1: float,
+    beta2: float,
+    decoupled_weight_decay: bool,
+    rounding_seed: int,
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    rule = RowOptimizer(optimizer, eps, weight_decay, beta1, beta2, decoupled_weight_decay, rounding_seed=rounding_seed)
+    storage = _storage(parts, num_rows, dim, state)
+    return column_kernel.column_step(parts, state, rows, grad_rows, mean_squares, lr, storage=storage, optimizer=rule)
+
+
 # A new op gets a line here; see "How to add an op" in docs/architecture.md.
 IMPLEMENTATIONS = (
     (embedding_bag, _look_up),
     (embedding_bag_weights_grad, _weights_gradient),
     (embedding_update_, _update),
     (sequence_gather, _gather),
+    (column_step_, _step_columns),
 )

@@ -182,7 +182,7 @@ def _check(
     dim: int,
 ) -> None:
     check_inputs(parts, ids, offsets, weights, pooling, len(feature_tables))
-    if len(state) != rule.num_states:
+    if not rule.takes_states(len(state), len(parts)):
         needed = rule.num_states or "none"
         raise ValueError(f"state: {len(state)} tensors; {rule.optimizer} needs {needed}")
     expected = ((offsets.shape[0] - 1) // len(feature_tables), len(feature_tables) * dim)

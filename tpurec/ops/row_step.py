@@ -68,8 +68,22 @@ class RowStep:
 
     @property
     def num_states(self) -> int:
-        """Tensors of its state, on the CPU and, as tables there have one part, on a TPU."""
+        """Tensors of its state where none is cut into parts, such as on the CPU."""
         return len(ACCUMULATORS[self.optimizer]) + self.counts_steps
+
+    def takes_states(self, count: int, num_parts: int) -> bool:
+        """Whether a number of tensors can be its state.
+
+        Args:
+            count: tensors.
+            num_parts: of the table; accumulators per element have as many each, or more beside a bfloat16 table.
+
+        Returns:
+            Whether.
+        """
+        elements = ACCUMULATORS[self.optimizer].count("element")
+        parts = count - (self.num_states - elements)
+        return parts == 0 if not elements else parts % elements == 0 and parts >= elements * num_parts
 
     def check_state(self, state: list[Tensor], num_rows: int, dim: int) -> None:
         """Refuse state that is not laid out for the CPU.

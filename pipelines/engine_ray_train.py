@@ -22,6 +22,7 @@ from pipelines.run import Run
 from pipelines.shares import Share
 from pipelines.slice_ranks import on_devices
 from pipelines.source import RunData
+from pipelines.worker import lost_a_peer
 from pipelines.world import current_world
 from tpurec import atomic
 from tpurec.errors import ConfigError, TpurecError
@@ -155,16 +156,6 @@ def _work(config: dict[str, Any]) -> dict[str, Any]:
     try:
         return train_run(run, source, world=world, plan=plan)
     except TpurecError as error:
-        if not _lost_a_peer(error):
+        if not lost_a_peer(error):
             atomic.write_text(run.path / PROBLEM, json.dumps([error.problem, error.remedy]))
         raise
-
-
-def _lost_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed, because another worker is gone: no cause of its own."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, RuntimeError) and not isinstance(cause, TpurecError):
-            return True
-        cause = cause.__cause__
-    return False

@@ -71,10 +71,10 @@ def main(descriptor: int) -> int:
     channel = Channel(descriptor)
     try:
         result = TASKS[order["task"]](order, channel)
-    except TpurecError as error:
-        channel.send("problem", [error.problem, error.remedy])
-        return EXIT_FAILED
     except BaseException as error:
+        if isinstance(error, TpurecError) and not lost_a_peer(error):
+            channel.send("problem", [error.problem, error.remedy])
+            return EXIT_FAILED
         # Not printed here: a peer's death makes a failure like this in every worker, and is told alone.
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:500].rstrip(".")
         channel.send("defect", [reason, traceback.format_exc()])
@@ -82,6 +82,23 @@ def main(descriptor: int) -> int:
     if order["rank"] == 0:
         channel.send("result", result)
     return 0
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Tell a failure that follows from another worker's end from one with a cause of its own.
+
+    Args:
+        error: what a worker failed of.
+
+    Returns:
+        Whether a collective failed, because another worker is gone.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and not isinstance(cause, TpurecError):
+            return True
+        cause = cause.__cause__
+    return False
 
 
 def _end_with_launcher() -> None:

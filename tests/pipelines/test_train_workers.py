@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -23,9 +22,10 @@ from pipelines.run import Run, load_run
 from pipelines.source import find_data
 from pipelines.training import train_run
 from tests.pipelines.conftest import RECIPE, click_rows, write_rows
+from tests.pipelines.worker_tasks import KILL
 from tpurec.errors import TpurecError
 from tpurec.reporting import Reporter
-from tpurec.sharding.checkpoint import list_checkpoints
+from tpurec.sharding.checkpoint import list_checkpoints, load_checkpoint, read_manifest
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -98,6 +98,15 @@ def check_same(run: Run, result: dict, reference) -> None:
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+def load_step(run: Run) -> list[int]:
+    """The numbers of updates of the tables in the newest checkpoint."""
+    newest = list_checkpoints(run.checkpoints)[-1]
+    names = [name for name in read_manifest(newest).tensors if name.endswith("step") and "embedding_bags" in name]
+    found = {name: torch.zeros((), dtype=torch.int32) for name in names}
+    load_checkpoint(newest, found, partial=True)
+    return [int(number) for number in found.values()]
+
+
 def test_four_workers_give_the_numbers_of_one_process_and_a_run_that_is_like_any_other(clicks, alone, undisturbed):
     """case 13, through the whole pipeline; 128 rows a batch, tables column-, row- and table-wise."""
     run, result = undisturbed
@@ -131,29 +140,49 @@ def test_batches_that_three_workers_cannot_share_evenly_and_an_early_stop_end_as
     check_close(*runs[1], runs[0], 1e-2)
 
 
-def kill_one_worker(run: Run, killed: list[int]) -> None:
-    while not list_checkpoints(run.checkpoints):
-        time.sleep(0.002)
-    for process in psutil.Process().children():
-        if "pipelines.worker" in process.cmdline() and process.environ().get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-            killed.append(process.pid)
-            if len(killed) == 3:  # not the first one, which writes the metrics
-                process.send_signal(signal.SIGKILL)
-                return
-
-
 def test_sigkill_of_one_of_four_workers_in_mid_epoch_ends_with_the_undisturbed_numbers_to_the_bit(
-    clicks, undisturbed, tmp_path
+    clicks, undisturbed, tmp_path, monkeypatch
 ):
     """case 25: every row once in each epoch, none twice"""
-    run, killed = Run(tmp_path / "run"), []
-    killer = threading.Thread(target=kill_one_worker, args=(run, killed), daemon=True)
-    killer.start()
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / KILL).write_text("[2]")  # not the first one, which writes the metrics
+    monkeypatch.setattr("pipelines.workers.WORKER", (sys.executable, "-m", "tests.pipelines.worker_tasks"))
     result = train(run, recipe_for(tmp_path / "recipe.toml", clicks, 4))
-    killer.join(timeout=1)
-    assert len(killed) == 3 and result["restarts"] == 1
+    assert not (run.path / KILL).exists() and result["restarts"] == 1
     assert result["rows_seen"] == 2 * 4500
     check_same(run, result, undisturbed)
+
+
+LAUNCHER = """
+import sys
+from pipelines import workers
+from tpurec import cli
+workers.WORKER = (sys.executable, "-m", "tests.pipelines.worker_tasks")
+cli.main(sys.argv[1:])
+"""
+
+
+def test_four_workers_killed_with_their_launcher_are_resumed_by_two_on_another_plan_with_adams_state(clicks, tmp_path):
+    """case 22 in a run: the same global batches, from the exact batch on; nothing had time to tidy up"""
+    adam = ("tables.optimizer=row_wise_adam", "tables.learning_rate=0.01", "checkpoint.asynchronous=true")
+    whole = Run(tmp_path / "whole")
+    reference = whole, train(whole, recipe_for(tmp_path / "recipe.toml", clicks, 0, *adam))
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / KILL).write_text("[0, 1, 2, 3]")
+    recipe_for(tmp_path / "recipe.toml", clicks, 4)
+    pins = [f"--set=sharding.constraints.{table}.pin={kind}" for table, kind in PLANS[4].items()]
+    words = ["train", str(tmp_path / "recipe.toml"), "--out", str(run.path), "--workers", "4", *pins]
+    words += [f"--set={override}" for override in adam]
+    killed = subprocess.run([sys.executable, "-c", LAUNCHER, *words], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert list_checkpoints(run.checkpoints)[-1].name in ("step-00000015", "step-00000020")
+    result = train(run, recipe_for(tmp_path / "recipe.toml", clicks, 2, *adam))
+    assert result["world_size"] == 2
+    check_close(run, result, reference, 2e-3)
+    steps = [load_step(each) for each in (run, whole)]
+    assert steps[0] == steps[1] and set(steps[0]) == {result["steps"]}
 
 
 def test_four_workers_that_were_interrupted_are_resumed_by_two_on_another_plan(clicks, alone, tmp_path):

@@ -50,6 +50,13 @@ def test_a_lost_worker_starts_all_again_and_the_bar_moves_once(tmp_path, how, ca
     assert "\nrank 0 says" in f"\n{err}" and "[worker 0] printed by rank 0" in err
 
 
+def test_a_failure_that_follows_from_a_loss_is_not_taken_for_the_cause_though_it_is_seen_first(tmp_path, capfd):
+    """A peer of a killed worker may end before the killed one can be waited for."""
+    result, restarts, _ = run("bereft", 2, sign=str(tmp_path / "sign"))
+    assert result == {"done": True} and restarts == 1
+    assert "worker 1 of 2 was ended by signal SIGKILL; starting all again" in capfd.readouterr().err
+
+
 def test_a_worker_lost_more_often_than_allowed_is_an_error_that_says_how_to_go_on(tmp_path):
     with pytest.raises(TpurecError, match=r"after 1 restarts worker 1 of 2 was ended by signal SIGKILL"):
         run("counted", 2, 1, path=str(tmp_path / "tries"), failures=9, how="kill")

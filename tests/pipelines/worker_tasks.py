@@ -5,9 +5,13 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from pipelines import worker
-from tpurec.errors import DataError
+from tpurec.errors import DataError, TpurecError
+
+KILL = ".kill"
+KILLED_IN_STEP = 24  # the number of steps done before it
 
 
 def gather(order, channel):
@@ -49,13 +53,56 @@ def counted(order, channel):
     return {"done": True}
 
 
+def bereft(order, channel):
+    """Rank 1 is killed in the first try; rank 0 fails of that as a checkpoint does, and ends before rank 1 does."""
+    sign = Path(order["options"]["sign"])
+    if sign.exists():
+        return {"done": True}
+    ready = sign.with_suffix(".ready")
+    if order["rank"] == 1:
+        ready.touch()
+        time.sleep(0.7)
+        sign.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not ready.exists():
+        time.sleep(0.01)
+    raise TpurecError("step-1: cannot be written: another rank is gone") from RuntimeError("connection reset")
+
+
+def train_until_killed(order, channel):
+    """Train; the RUN's file `.kill` names ranks that are killed, once, in the middle between two checkpoints."""
+    import psutil
+
+    from pipelines.train_loop import TrainLoop
+
+    sign = Path(order["options"]["run"]) / KILL
+    victims = json.loads(sign.read_text()) if sign.exists() else []
+    if order["rank"] in victims:
+        step_as_ever = TrainLoop.step
+
+        def step(loop, ready, position):
+            step_as_ever(loop, ready, position)
+            if position.step == KILLED_IN_STEP:
+                sign.unlink(missing_ok=True)
+                if len(victims) == order["num_workers"]:  # of all, and the launcher, at once
+                    launcher = psutil.Process(os.getppid())
+                    others = [child for child in launcher.children() if child.pid != os.getpid()]
+                    for process in (launcher, *others):
+                        process.kill()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        TrainLoop.step = step
+    return train(order, channel)
+
+
 def hang(order, channel):
     """Tell the process's number, and wait for ever."""
     channel.send("log", json.dumps([order["rank"], os.getpid()]))
     time.sleep(300)
 
 
-worker.TASKS |= {"gather": gather, "counted": counted, "hang": hang}
+train = worker.TASKS["train"]
+worker.TASKS |= {"gather": gather, "counted": counted, "bereft": bereft, "hang": hang, "train": train_until_killed}
 
 if __name__ == "__main__":
     code = worker.main(int(sys.argv[1]))

@@ -1,6 +1,7 @@
 """`tpurec plan` as people and scripts use it."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -152,6 +153,17 @@ def test_side_by_side_says_why_a_slice_does_not_do_and_what_would(run, tmp_path)
     assert code == 0 and "v6e-4 does not fit:" in out and "'huge'" in out and "would help" in out
     code, out, err = run(path, "--slice", "v6e-1", "--slice", "v6e-4")
     assert code == 1 and "v6e-1 does not fit" in out and "ways out above" in err
+
+
+def test_the_readme_shows_the_answer_for_a_table_that_cannot_fit_as_it_is(run, tmp_path, monkeypatch):
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    before, _, after = readme.partition("$ tpurec plan user_table.toml --slice v6e-8\n")
+    (tmp_path / "user_table.toml").write_text(before.rpartition("$ cat user_table.toml\n")[2])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "98")
+    code, out, err = run("user_table.toml", "--slice", "v6e-8")
+    lines = [line.rstrip() for line in (out + err).splitlines()]
+    assert code == 1 and lines == after.partition("\n```")[0].splitlines()
 
 
 def test_no_way_out_is_promised_where_there_is_none(run, tmp_path):
@@ -382,6 +394,13 @@ def test_a_place_that_cannot_be_written_is_refused_before_planning(run, tables, 
         code, _, err = run(tables, "--slice", "v6e-4", option, place)
         assert code == 1 and says in err
     assert tables.read_text() == before
+
+
+def test_what_names_no_batch_size_needs_the_option(run, tables):
+    tables.write_text(TABLES.replace("batch_size = 4096", ""))
+    code, _, err = run(tables, "--slice", "v6e-4")
+    assert code == 2 and "add --batch-size" in err
+    assert run(tables, "--slice", "v6e-4", "--batch-size", "64")[0] == 0
 
 
 def test_plan_and_report_do_not_overwrite_each_other(run, tables, tmp_path):

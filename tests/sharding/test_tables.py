@@ -1,5 +1,6 @@
 """Table lists are read from TOML and JSON; what is wrong is named with file, table, key, value and remedy."""
 
+import dataclasses
 import json
 
 import pytest
@@ -110,3 +111,19 @@ def test_sizes():
     shared = TableSpec("c", 10, 8, (FeatureSpec("f", 2.0), FeatureSpec("g", 3.0)))
     assert (shared.ids_per_example, shared.vectors_per_example) == (5.0, 2.0)
     assert TableSpec("d", 10, 8, shared.features, pooling="none").vectors_per_example == 5.0
+
+
+def test_the_documentation_lists_every_key_with_its_default():
+    text = (MLPERF.parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    section = text.split("\n## TABLES\n")[1].split("\n## ")[0]
+    listed = [
+        [(cells[0].strip("`"), cells[2]) for cells in map(_cells, part.splitlines()) if cells[0].startswith("`")]
+        for part in (section.partition("Keys of a table:")[2].split("Keys of a feature:"))
+    ]
+    shown = {None: "none", (): "empty", 1.0: "1", False: "false", dataclasses.MISSING: "must be given"}
+    for kind, found in zip((TableSpec, FeatureSpec), listed, strict=True):
+        assert found == [(f.name, shown.get(f.default, f.default)) for f in dataclasses.fields(kind)]
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else [""]

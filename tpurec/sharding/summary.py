@@ -147,7 +147,7 @@ def print_problems(console: Console, problems: list[dict[str, Any]]) -> None:
 
 def _print_indented(console: Console, columns: int, text: str) -> None:
     """Long lines go on under their own beginning."""
-    console.print(Padding(Text(text), (0, 0, 0, columns)))
+    console.print(Padding(Text(text), (0, 0, 0, columns), expand=False))
 
 
 def remedy_text(remedy: dict[str, Any]) -> str:

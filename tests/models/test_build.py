@@ -97,6 +97,12 @@ def test_overrides_change_one_table_and_unknown_tables_are_refused():
         build_model(ModelConfig("dlrm"), config, SCHEMA)
 
 
+def test_models_that_pool_refuse_tables_of_sequences_by_name():
+    tables = TablesConfig(overrides={"item": TableOverride(pooling="none")})
+    with pytest.raises(ConfigError, match="model 'dlrm' takes one vector a bag, and table 'item' has pooling 'none'"):
+        build_model(ModelConfig("dlrm"), tables, SCHEMA)
+
+
 class TwoTower(nn.Module):
     def __init__(self, tables, schema, hidden=4):
         super().__init__()

@@ -138,11 +138,30 @@ def test_unpooled_tables_travel_row_by_row():
     costs = model()
     assert {key[:2] for key in choices(spec, costs)} == {
         ("data_parallel", "none"),
-        ("table_wise", "bags"),
-        ("column_wise", "bags"),
+        ("table_wise", "unique_rows"),
+        ("column_wise", "unique_rows"),
         ("row_wise", "unique_rows"),
     }
     assert "no pools" in impossible(spec, "table_row_wise", costs)
+
+
+def test_sequences_travel_as_distinct_rows_and_are_copied_to_the_ids_by_hand():
+    """10 ids an example of 100 rows: bags would send 100 vectors a rank, rows that repeat travel once."""
+    spec = TableSpec("a", 100, 64, (FeatureSpec("f", 10.0),), pooling="none", optimizer="sgd", zipf_exponent=0.0)
+    costs = model(rung_padding=1.25)
+    choice = choices(spec, costs)["table_wise", "unique_rows", "", 1]
+    asked, wire = 16 * unique_rows(100, 0.0, 1000), 1 / 100e9
+    assert part(choice, "lump", "exchange_ids") == pytest.approx(wire * asked * 4)
+    assert part(choice, "lump", "exchange_vectors") == pytest.approx(2 * wire * asked * 64 * 4)
+    assert part(choice, "uniform", "pool") == pytest.approx(2 * costs.read_seconds(1000, 64, 4))
+    assert choice.lump[-1] == pytest.approx(asked * (4 + 64 * 4))  # buffers: ids in, rows out
+    assert choice.uniform[-1] == pytest.approx(asked / 16 * 64 * 4)  # and rows in
+    halves = choices(spec, costs)["column_wise", "unique_rows", "", 2]
+    assert part(halves, "lump", "exchange_vectors") == pytest.approx(part(choice, "lump", "exchange_vectors") / 2)
+    uses = costs.constant_bytes([spec])
+    pooled = costs.constant_bytes([TableSpec("a", 100, 64, spec.features)])
+    more = costs.local_batch * costs.assume.activation_copies * 9 * 64 * 4  # 10 vectors an example instead of 1
+    assert uses["activations"] - pooled["activations"] == pytest.approx(more)
 
 
 def test_cpu_ranks_have_no_groups():

@@ -34,7 +34,7 @@ from tpurec.models.tables import TableSpec, table_specs
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 DATA_TYPES = {"float32": DataType.FP32, "bfloat16": DataType.BF16, "float16": DataType.FP16}
-POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
+POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN, "none": PoolingType.NONE}
 # For scoring: a fused collection without optimizer state, whose tables would not move.
 FROZEN = SGD(lr=0.0)
 
@@ -74,6 +74,7 @@ def build_model(
             built = _from_factory(model, specs, schema, optimizer or FROZEN)
         else:
             _check_one_dim(model.name, specs)
+            _check_pooled(model.name, specs)
             is_weighted = any(feature.weights for feature in schema.sparse)
             collection = FusedEmbeddingBagCollection(embedding_bag_configs(specs), optimizer or FROZEN, is_weighted)
             built = _BUILDERS[model.name](model, collection, len(schema.dense), specs[0].embedding_dim)
@@ -181,6 +182,15 @@ def _check_one_dim(name: str, specs: list[TableSpec]) -> None:
                 f"model {name!r} needs one embedding_dim for all tables: {specs[0].name!r} has "
                 f"{specs[0].embedding_dim}, {spec.name!r} has {spec.embedding_dim}.",
                 "Give them the same tables.overrides, or none.",
+            )
+
+
+def _check_pooled(name: str, specs: list[TableSpec]) -> None:
+    for spec in specs:
+        if spec.pooling == "none":
+            raise ConfigError(
+                f"model {name!r} takes one vector a bag, and table {spec.name!r} has pooling 'none'.",
+                "Use sum or mean, or a module:factory of your own with an EmbeddingCollection.",
             )
 
 

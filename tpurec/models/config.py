@@ -18,7 +18,7 @@ MODEL_KEYS: dict[str, dict[str, Any]] = {
 }
 FACTORY_KEYS: dict[str, Any] = {"options": {}}
 
-Pooling = Literal["sum", "mean"]
+Pooling = Literal["sum", "mean", "none"]
 TableDtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -79,7 +79,7 @@ class TableOverride:
 
     Args:
         embedding_dim: columns; None for the value of [tables].
-        pooling: `sum` or `mean`; None for the value of [tables].
+        pooling: `sum`, `mean` or `none`; None for the value of [tables].
         dtype: `float32`, `bfloat16` or `float16`; None for the value of [tables].
     """
 
@@ -98,7 +98,8 @@ class TablesConfig:
 
     Args:
         embedding_dim: columns of a table.
-        pooling: `sum` or `mean` over the ids of a bag.
+        pooling: `sum` or `mean` over the ids of a bag; `none` for tables of sequences, a vector an id, of a
+            `module:factory` that makes an `EmbeddingCollection`. It then tells the planner.
         dtype: storage of the weights, `float32`, `bfloat16` or `float16`; optimizer state is float32.
         optimizer: `row_wise_adagrad`, `adagrad`, `sgd`, `adam` or `row_wise_adam` (one second moment a row).
         learning_rate: of the tables, before the schedule's factor.

@@ -17,7 +17,7 @@ class TableSpec:
         name: table name.
         num_embeddings: rows.
         embedding_dim: columns.
-        pooling: `sum` or `mean`.
+        pooling: `sum`, `mean`, or `none` for sequences.
         dtype: `float32`, `bfloat16` or `float16`.
         optimizer: as `TablesConfig.optimizer` has it.
         features: names of the features that look it up, in schema order.

@@ -93,9 +93,16 @@ class Assembly:
         traffic = TableTraffic(table, model)
         if choice.sharding == "data_parallel":
             return f"small ({_size(table.weight_bytes)}): a copy on every rank needs no exchange"
+        if table.pooling == "none" and choice.sharding == "table_wise":
+            return "sequences, whose distinct rows travel, and one rank can carry it"
+        if table.pooling == "none" and choice.sharding == "column_wise":
+            return (
+                f"sequences, whose distinct rows travel; {choice.copies} owners share it, one would be the slowest rank"
+            )
         if choice.exchange == "unique_rows":
+            what = "id" if table.pooling == "none" else "pooled vector"
             per_vector = traffic.local_unique * model.num_ranks / max(traffic.vectors, 1e-9)
-            return f"even load on all ranks; {per_vector:.2g} distinct rows travel per pooled vector"
+            return f"even load on all ranks; {per_vector:.2g} distinct rows travel per {what}"
         if choice.sharding == "row_wise":
             return "even load on all ranks; long bags, so owners pool and parts are summed on the way"
         if choice.sharding == "table_row_wise":
@@ -141,7 +148,7 @@ class Assembly:
         """Sizes of the even exchange per rank pair."""
         space, model = self.space, self.space.model
         ranks = model.num_ranks
-        bags, vectors, pooled = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+        bags, vectors, pooled, rows = (np.zeros(ranks) for _ in range(4))
         for position, table in enumerate(space.tables):
             choice, owners = self._choice(position)
             traffic = TableTraffic(table, model)
@@ -149,13 +156,15 @@ class Assembly:
             if choice.exchange == "bags":
                 bags[where] += local
                 vectors[where] += traffic.vectors / ranks * table.embedding_dim / choice.copies
+            elif choice.exchange == "unique_rows" and choice.copies:
+                rows[where] += traffic.local_unique
             elif choice.sharding == "table_row_wise":
                 pooled[where] += local * traffic.fullest_share(choice.copies)
                 vectors[where] += traffic.vectors / ranks * table.embedding_dim / choice.copies
             elif choice.exchange == "partial_pools":
                 pooled += local * traffic.fullest_share(ranks)
         unique = self._state.pair_ids * space.padding(self._state.pair_ids)
-        return Rungs(ceil(bags.max()), ceil(vectors.max()), ceil(pooled.max()), ceil(unique))
+        return Rungs(ceil(bags.max()), ceil(vectors.max()), ceil(pooled.max()), ceil(unique + rows.max()))
 
     def estimates(self, bound_seconds: float, bound_kind: str) -> Estimates:
         """What the plan costs.

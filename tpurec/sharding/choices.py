@@ -200,13 +200,18 @@ class ChoiceMaker:
         return self._choice("data_parallel", "none", uniform=uniform)
 
     def _columns(self, table: TableSpec, traffic: TableTraffic, num_shards: int) -> Choice:
-        """Each owner has all rows of some columns; it gets every id and sends pooled vectors."""
+        """Each owner has all rows of some columns; it gets every id and sends pooled vectors.
+
+        Of sequences it gets the distinct rows of every rank and sends those; the ranks copy them to the ids' places.
+        """
         model, assume = self.model, self.model.assume
         width = table.embedding_dim // num_shards
-        ids = traffic.ids * assume.id_bytes * assume.rung_padding
-        vectors = traffic.vectors * width * assume.vector_bytes
+        unpooled = table.pooling == "none"
+        asked = traffic.local_unique * model.num_ranks if unpooled else traffic.ids
+        ids = asked * assume.id_bytes * (1.0 if unpooled else assume.rung_padding)
+        vectors = (asked if unpooled else traffic.vectors) * width * assume.vector_bytes
         wire = model.all_to_all.seconds_per_byte
-        update = model.update_seconds(table, traffic.ids, traffic.unique, width)
+        update = model.update_seconds(table, asked, traffic.unique, width)
         flags = _FLAG["exchange"] if model.num_ranks > 1 else 0
         if num_shards > 1 and OPTIMIZER_STATE[table.optimizer][0]:
             # state per row needs the sum of squares over all columns: each owner sends its part to the others
@@ -215,7 +220,7 @@ class ChoiceMaker:
         lump = self._vector(
             {
                 "exchange_ids": wire * ids,
-                "rows": model.read_seconds(traffic.ids, width, table.element_bytes)
+                "rows": model.read_seconds(asked, width, table.element_bytes)
                 + 2 * model.stream_seconds(vectors)
                 + update,
                 "exchange_vectors": 2 * wire * vectors,
@@ -223,7 +228,13 @@ class ChoiceMaker:
         )
         self._store(lump, table, table.num_embeddings, width, ids + vectors)
         sharding = "table_wise" if num_shards == 1 else "column_wise"
-        return self._choice(sharding, "bags", copies=num_shards, lump=lump, flags=flags)
+        if not unpooled:
+            return self._choice(sharding, "bags", copies=num_shards, lump=lump, flags=flags)
+        spread = self._vector(
+            {"pool": 2 * num_shards * model.read_seconds(traffic.local_ids, width, assume.vector_bytes)}
+        )
+        spread[-1] = traffic.local_unique * table.embedding_dim * assume.vector_bytes  # the rows that come
+        return self._choice(sharding, "unique_rows", copies=num_shards, uniform=spread, lump=lump, flags=flags)
 
     def _unique_rows(self, table: TableSpec, traffic: TableTraffic) -> Choice:
         """Rows dealt to all ranks by modulo; each rank asks for its distinct rows once and pools them itself."""

@@ -10,7 +10,7 @@ A training step is a chain of parts that all ranks go through together, because 
     reduce_host, reduce_line, reduce_plane   partial pools summed inside each host, or line or plane of the torus
     reduce_all        partial pools summed over the whole slice
     exchange_vectors  even all-to-all of rows or pooled vectors to the requesters, and of gradients back
-    pool              rows pooled by the requesters, and their gradients summed per row
+    pool              rows pooled by the requesters, or copied to ids of sequences, and their gradients summed per row
     all_reduce        gradients of replicated tables and of the dense model
     dense             dense model, forward and backward
 

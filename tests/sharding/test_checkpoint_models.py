@@ -25,7 +25,7 @@ from tpurec.sharding.pieces import whole_tensors
 pytestmark = pytest.mark.multiprocess
 
 KINDS = ("row_wise", "column_wise:2", "table_wise", "group_pools", "data_parallel")
-OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
+OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd", "adam", "rowwise_adam")
 STEPS_BEFORE = 3
 
 
@@ -79,6 +79,9 @@ def whole_of(held: list[list[tuple[Any, ...]]]) -> dict[str, torch.Tensor]:
     """Every tensor put together from what all ranks held, row by row; copies must agree to the bit."""
     found: dict[str, torch.Tensor] = {}
     for name, shape, start, step, columns, tensor in (entry for rank in held for entry in rank):
+        if not shape:  # the number of updates, which every rank has
+            assert torch.equal(found.setdefault(name, tensor), tensor), f"{name}: copies differ"
+            continue
         whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
         for number in range(len(tensor)):
             target = whole[start + number * step] if columns is None else whole[start + number * step, slice(*columns)]

@@ -157,6 +157,20 @@ def test_a_table_is_found_by_a_part_of_its_name(browser, tmp_path):
     assert _texts(browser, "#tables tbody td:first-child") == ["t3"]
 
 
+def test_a_thousand_tables_are_a_page_that_ends_and_a_small_file(browser, tmp_path):
+    spec = [TableSpec(f"t{k}", 1000 + k, 8, (FeatureSpec(f"f{k}"),), pin="data_parallel") for k in range(1000)]
+    _, path = _open(browser, tmp_path, "v6e-4", "v5e-4", tables=spec)
+    assert path.stat().st_size < 300_000
+    assert len(browser.find_elements("css selector", "#tables tbody tr")) == 100
+    browser.find_element("xpath", "//table[@id='tables']//button[text()='rows']").click()  # sorts all of them
+    assert browser.find_element("css selector", "#tables tbody td").text == "t999"
+    more = browser.find_element("id", "more")
+    assert more.text == "show all 1,000 tables"
+    more.click()
+    assert len(browser.find_elements("css selector", "#tables tbody tr")) == 1000 and not more.is_displayed()
+    assert _errors(browser) == []
+
+
 def test_thousands_of_chips_are_cells_wide_enough_to_point_at_and_a_small_file(browser, tmp_path):
     found, path = _open(browser, tmp_path, "v5p-8960", batch=4480)
     assert path.stat().st_size < 200_000

@@ -26,12 +26,12 @@ function shade(share) {
 
 // ---- tables that sort by a click on a column's head
 // columns: [key, label, format, draw]; numbers have a format; draw(row, td) adds more than text.
-function sortable(table, columns, rows, sorted, down, decorate) {
+function sortable(table, columns, rows, sorted, down, decorate, most = Infinity) {
   const line = el("tr");
   for (const [key, label, format] of columns) {
     const th = el("th", { className: `${format ? "num " : ""}${key}` }, el("button", { type: "button", textContent: label }));
     if (key === sorted) th.setAttribute("aria-sort", down ? "descending" : "ascending");
-    th.firstChild.addEventListener("click", () => sortable(table, columns, rows, key, key === sorted ? !down : Boolean(format), decorate));
+    th.firstChild.addEventListener("click", () => sortable(table, columns, rows, key, key === sorted ? !down : Boolean(format), decorate, most));
     line.append(th);
   }
   table.tHead.replaceChildren(line);
@@ -41,7 +41,7 @@ function sortable(table, columns, rows, sorted, down, decorate) {
     if (missing(x) || missing(y)) return missing(x) - missing(y);
     return (down ? -1 : 1) * (typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y);
   };
-  table.tBodies[0].replaceChildren(...[...rows].sort(order).map((row) => {
+  table.tBodies[0].replaceChildren(...[...rows].sort(order).slice(0, most).map((row) => {
     const tr = el("tr");
     for (const [key, , format, draw] of columns) {
       const td = el("td", { className: `${format ? "num " : ""}${key}` }, missing(row[key]) ? "–" : format ? format(row[key]) : row[key]);
@@ -188,29 +188,42 @@ function paint() {
 }
 
 // ---- the tables of one slice
+const SHOWN = 100; // of many tables at first: a page of thousands of lines helps nobody
+let everything = false;
 function held(runs) { return (rank) => { for (let k = 0; k < runs.length; k += 2) if (rank >= runs[k] && rank <= runs[k + 1]) return true; return false; }; }
+function tablesOf(one) {
+  return one.placed.map(([sharding, exchange, runs, parts, why], k) => {
+    const [name, num_embeddings, embedding_dim, ids_per_example, bytes] = data.tables[k];
+    const spent = Object.fromEntries(parts.map((ns, part) => [one.part_names[part], ns * 1e-9]).filter(([, value]) => value > 0));
+    return { name, num_embeddings, embedding_dim, ids_per_example, bytes, sharding: plain(sharding), exchange: plain(exchange), runs, parts: spent, why: one.whys[why],
+      num_ranks: runs.reduce((sum, rank, n) => sum + (n % 2 ? rank + 1 : -rank), 0), seconds: Object.values(spent).reduce((a, b) => a + b, 0) };
+  });
+}
 function drawTables(one) {
-  const rows = one.tables.filter((table) => table.name.toLowerCase().includes(at("find").value.trim().toLowerCase()));
-  const most = (key) => one.tables.reduce((a, table) => Math.max(a, table[key]), 1e-12), heaviest = most("bytes"), slowest = most("seconds");
-  const parts = (table) => Object.fromEntries(one.part_names.map((name, k) => [name, table.parts[k]]).filter(([, value]) => value > 0));
-  const columns = [["name", "table"], ["sharding", "sharding", null, (table, td) => td.append(el("div", { className: "soft", textContent: table.exchange === "none" ? "" : table.exchange }))], ["num_ranks", "ranks", count], ["num_embeddings", "rows", count], ["embedding_dim", "dim", count],
+  const tables = tablesOf(one), rows = tables.filter((table) => table.name.toLowerCase().includes(at("find").value.trim().toLowerCase()));
+  const most = (key) => tables.reduce((a, table) => Math.max(a, table[key]), 1e-12), heaviest = most("bytes"), slowest = most("seconds");
+  const exchange = (table, td) => { if (table.exchange !== "none") td.append(el("div", { className: "soft", textContent: table.exchange })); };
+  const columns = [["name", "table"], ["sharding", "sharding", null, exchange], ["num_ranks", "ranks", count], ["num_embeddings", "rows", count], ["embedding_dim", "dim", count],
     ["ids_per_example", "ids", (x) => String(Number(x.toPrecision(3)))], ["bytes", "bytes in all", bytes, (table, td) => bar(td, table.bytes / heaviest)],
-    ["seconds", "time a step", seconds, (table, td) => bar(td, table.seconds / slowest, stepPieces(parts(table)))], ["why", "why"]];
+    ["seconds", "time a step", seconds, (table, td) => bar(td, table.seconds / slowest, stepPieces(table.parts))], ["why", "why"]];
   sortable(at("tables"), columns, rows, "seconds", true, (table, tr) => {
-    const has = held(table.ranks);
+    const has = held(table.runs);
     tr.addEventListener("mouseenter", () => { at("layers").classList.add("lit"); for (const { cell, ranks } of cells) cell.classList.toggle("held", ranks.some((r) => has(r.rank))); });
     tr.addEventListener("mouseleave", () => { at("layers").classList.remove("lit"); for (const { cell } of cells) cell.classList.remove("held"); });
-  });
+  }, everything ? Infinity : SHOWN);
+  at("more").hidden = everything || rows.length <= SHOWN;
+  at("more").textContent = `show all ${count(rows.length)} tables`;
 }
 
 // ---- start
 const slices = data.slices.map((one) => one.slice);
 document.title = `Sharding plan: ${slices.join(", ")}`;
 at("title").textContent = slices.length === 1 ? `Sharding plan for ${slices[0]}` : `Sharding plans for ${slices.length} slices`;
-at("about").textContent = `Global batch ${count(data.batch_size)} · ${things(data.num_tables, "table")}${data.measured ? ` · statistics measured on ${things(data.measured.num_examples, "example")} of ${data.measured.data}` : ""}`;
+at("about").textContent = `Global batch ${count(data.batch_size)}${data.tables.length ? ` · ${things(data.tables.length, "table")}` : ""}${data.measured ? ` · statistics measured on ${things(data.measured.num_examples, "example")} of ${data.measured.data}` : ""}`;
 for (const button of document.querySelectorAll("[data-metric]")) button.addEventListener("click", () => { metric = button.dataset.metric; paint(); });
 at("stretch").addEventListener("change", paint);
 at("find").addEventListener("input", () => drawTables(data.slices[chosen]));
+at("more").addEventListener("click", () => { everything = true; drawTables(data.slices[chosen]); });
 dark.addEventListener("change", paint);
 if (slices.length > 1) compare();
 choose(Math.max(0, data.slices.findIndex((one) => one.fits)));

@@ -13,7 +13,7 @@ from typing import Any
 from tpurec import atomic
 from tpurec.sharding.assumptions import Assumptions, rows_of_table
 from tpurec.sharding.measure import Measurement
-from tpurec.sharding.plan import Infeasible, Plan
+from tpurec.sharding.plan import Infeasible, PlacedTable, Plan
 from tpurec.sharding.summary import remedy_text, size
 from tpurec.topology.slices import SliceTopology
 
@@ -50,7 +50,7 @@ def write_report(
 def page_data(
     found: Sequence[Plan | Infeasible], summaries: Sequence[dict[str, Any]], measured: Measurement | None = None
 ) -> dict[str, Any]:
-    """Return what the page shows, as plain values. Thousands of ranks and tables make a small file: see `_column`.
+    """Return what the page shows, as plain values, written so that thousands of ranks and tables make a small file.
 
     Args:
         found: plans, or why there is none.
@@ -58,13 +58,17 @@ def page_data(
         measured: what was measured of the tables, if anything was.
 
     Returns:
-        `slices` (figures, problems, ranks, tables, values of the assumptions), `assumptions`, `batch_size`,
-        `num_tables` (None if no slice has a plan) and `measured`.
+        `slices` (figures, problems, ranks, where each table is, values of the assumptions), `tables` (their shapes;
+        empty if no slice has a plan), `assumptions`, `batch_size` and `measured`.
     """
     plans = [answer for answer in found if isinstance(answer, Plan)]
+    tables = [placed.table for placed in plans[0].tables] if plans else []
     return {
         "batch_size": found[0].batch_size,
-        "num_tables": len(plans[0].tables) if plans else None,
+        "tables": [
+            (t.name, t.num_embeddings, t.embedding_dim, t.ids_per_example, t.weight_bytes + t.state_bytes)
+            for t in tables
+        ],
         "measured": measured and {"data": measured.data, "num_examples": measured.num_examples},
         "assumptions": [(name, unit, f"{what}. Source: {source}") for name, _, unit, what, source in rows_of_table()],
         "slices": [_slice_data(answer, summary) for answer, summary in zip(found, summaries, strict=True)],
@@ -86,11 +90,14 @@ def _slice_data(found: Plan | Infeasible, summary: dict[str, Any]) -> dict[str, 
         ],
         "ranks": None,
         "part_names": list(summary["step_parts"]),
-        "tables": [],
+        "whys": [],
+        "placed": [],
     }
     if isinstance(found, Plan):
         data["ranks"] = _ranks(found, slice_)
-        data["tables"] = [_table(placed, data["part_names"]) for placed in found.tables]
+        data["whys"] = list(dict.fromkeys(placed.reason for placed in found.tables))
+        numbers = {why: number for number, why in enumerate(data["whys"])}
+        data["placed"] = [_placed(placed, data["part_names"], numbers[placed.reason]) for placed in found.tables]
     return data
 
 
@@ -146,19 +153,8 @@ def _runs(ranks: Sequence[int]) -> list[int]:
     return runs
 
 
-def _table(placed: Any, part_names: list[str]) -> dict[str, Any]:
-    ranks = placed.ranks
-    return {
-        "name": placed.name,
-        "sharding": placed.sharding.replace("_", " "),
-        "exchange": placed.exchange.replace("_", " "),
-        "ranks": _runs(ranks),
-        "num_ranks": len(ranks),
-        "num_embeddings": placed.table.num_embeddings,
-        "embedding_dim": placed.table.embedding_dim,
-        "ids_per_example": placed.table.ids_per_example,
-        "bytes": placed.table.weight_bytes + placed.table.state_bytes,
-        "seconds": _rounded(placed.seconds),
-        "parts": [_rounded(placed.parts.get(name, 0.0)) for name in part_names],
-        "why": placed.reason,
-    }
+def _placed(placed: PlacedTable, part_names: list[str], why: int) -> tuple[Any, ...]:
+    """Sharding, exchange, ranks, nanoseconds of each part of the step, and which of the reasons."""
+    nanoseconds = [_rounded(1e9 * placed.parts.get(name, 0.0)) for name in part_names]
+    whole = [int(value) if value >= 100 else value for value in nanoseconds]
+    return placed.sharding, placed.exchange, _runs(placed.ranks), whole, why

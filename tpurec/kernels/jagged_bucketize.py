@@ -6,7 +6,9 @@ as unsigned, to bucket (id % n) / (n / k) as id / n. With boundaries of its own 
 goes where its upper bound is, less that boundary.
 
 Values lie bucket after bucket, in a bucket bag after bag, in a bag in their order: one sort by bucket and position,
-since bags are in order already.
+since bags are in order already. Both are one word of 32 bits where K * N allows it, which halves what the compiler
+needs for the sort. All that an id takes along is sorted with it, and a second sort leads back, as a TensorCore gathers
+and scatters word by word.
 
 Legend: F features, S bags of all features, K buckets, N ids (capacity).
 """
@@ -72,13 +74,14 @@ def block_bucketize(
     )
     bucket_N = jnp.where(used_N, bucket_N, num_buckets)
     place_N = offsets_range(offsets, num_ids)
-    from_N = jnp.arange(num_ids, dtype=jnp.int32)
-    sorted_bucket_N, from_N, new_ids_N, place_N, bag_N = lax.sort(
-        (bucket_N, from_N, new_ids_N, place_N, bag_N), num_keys=2, is_stable=False
+    words_N = [weights_N] if weights_N is not None and weights_N.ndim == 1 else []
+    sorted_bucket_N, from_N, new_ids_N, place_N, bag_N, *words_N = _by_bucket(
+        bucket_N, num_buckets, (new_ids_N, place_N, bag_N, *words_N)
     )
     filled_N = sorted_bucket_N < num_buckets
     target_N = jnp.where(filled_N, sorted_bucket_N * num_bags + bag_N, num_buckets * num_bags)
-    new_lengths = jnp.zeros(num_buckets * num_bags, lengths_S.dtype).at[target_N].add(1, mode="drop")
+    new_lengths = jnp.zeros(num_buckets * num_bags, lengths_S.dtype)
+    new_lengths = new_lengths.at[target_N].add(1, mode="drop", indices_are_sorted=True)
     went_N = lax.sort((from_N, jnp.arange(num_ids, dtype=jnp.int32)), num_keys=1, is_stable=False)[1]
     padding = padding_of(ids_N.dtype)
     results = [
@@ -90,8 +93,20 @@ def block_bucketize(
     ]
     if weights_N is not None:
         filled = filled_N.reshape(-1, *(1,) * (weights_N.ndim - 1))
-        results.append(jnp.where(filled, weights_N[from_N], jnp.array(padding_of(weights_N.dtype), weights_N.dtype)))
+        moved = words_N[0] if words_N else weights_N[from_N]
+        results.append(jnp.where(filled, moved, jnp.array(padding_of(weights_N.dtype), weights_N.dtype)))
     return results
+
+
+def _by_bucket(bucket_N: jax.Array, num_buckets: int, payload: Sequence[jax.Array]) -> list[jax.Array]:
+    """Buckets, where each id was, and what goes with it, by bucket and in their order."""
+    num_ids = bucket_N.shape[0]
+    from_N = jnp.arange(num_ids, dtype=jnp.int32)
+    if (num_buckets + 1) * num_ids >= 2**31:
+        return list(lax.sort((bucket_N, from_N, *payload), num_keys=2, is_stable=False))
+    key_N, *payload = lax.sort((bucket_N * num_ids + from_N, *payload), num_keys=1, is_stable=False)
+    bucket_N = key_N // num_ids
+    return [bucket_N, key_N - bucket_N * num_ids, *payload]
 
 
 def _nothing(lengths_S: jax.Array, ids_N: jax.Array, num_buckets: int, weights_N: jax.Array | None) -> list[jax.Array]:

@@ -1,6 +1,7 @@
 """Jagged to padded dense and back, and elementwise arithmetic of the two. Plain JAX; these are the specification.
 
-To pad is one gather at `offsets[b] + m`. Back is one gather at `b * M + m`, b being the bag of each position.
+To pad is one gather at `offsets[b] + m`. Back is one gather at `b * M + m`, b being the bag of each position. Where
+values are words, a gather would be a step per word: both copy lines instead (`jagged_runs.py`).
 
 Legend: B bags, M places per bag in the dense array, N values (capacity).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from tpurec.kernels import jagged_runs
 from tpurec.kernels.jagged_positions import of_segments, positions, segment_of_positions, take_or
 
 
@@ -30,7 +32,12 @@ def jagged_to_padded_dense(values: jax.Array, offsets: jax.Array, max_length: in
     """
     bounds = positions(offsets, values.shape[0])
     place_M = jnp.arange(max_length, dtype=jnp.int32)
-    return take_or(values, bounds[:-1, None] + place_M, place_M < (bounds[1:] - bounds[:-1])[:, None], padding)
+    inside_BM = place_M < (bounds[1:] - bounds[:-1])[:, None]
+    # A window is max_length / 128 + 2 lines at most, of whatever length the bags are.
+    if values.ndim == 1 and values.shape[0] and jagged_runs.pays(1, values.shape[0], values.dtype) and max_length >= 8:
+        found_BM = jagged_runs.windows(values, bounds[:-1], max_length)
+        return jnp.where(inside_BM, found_BM, jnp.array(padding, values.dtype))
+    return take_or(values, bounds[:-1, None] + place_M, inside_BM, padding)
 
 
 def dense_to_jagged(dense: jax.Array, offsets: jax.Array, capacity: int) -> jax.Array:
@@ -47,6 +54,11 @@ def dense_to_jagged(dense: jax.Array, offsets: jax.Array, capacity: int) -> jax.
     num_bags, max_length = dense.shape[:2]
     if num_bags == 0 or max_length == 0:
         return jnp.zeros((capacity, *dense.shape[2:]), dense.dtype)
+    if dense.ndim == 2 and jagged_runs.pays(num_bags, capacity, dense.dtype):
+        bounds = positions(offsets, capacity)
+        size_B = jnp.minimum(jnp.diff(bounds), max_length)
+        from_B = jnp.arange(num_bags, dtype=jnp.int32) * max_length
+        return jagged_runs.copy_runs(dense.reshape(-1), from_B, bounds[:-1], size_B, capacity)
     source_N, inside_N = _places(offsets, capacity, max_length)
     return take_or(dense.reshape(num_bags * max_length, *dense.shape[2:]), source_N, inside_N, 0)
 

@@ -1,8 +1,8 @@
 """Reordering the segments of a jagged array: permute, invert, select. Plain JAX; the functions are the specification.
 
-A permuted array is one gather: source position = position + (where its segment was - where it now begins), and that
-shift is constant in a segment. Segments are whole rows of `lengths`: permuting 26 keys of 4,096 bags each shifts 26
-segments, not 106,496.
+Segments are whole rows of `lengths`: permuting 26 keys of 4,096 bags each moves 26 segments, not 106,496. Few and long
+ones are copied by lines (`jagged_runs.py`). Otherwise a permuted array is one gather of words: source position =
+position + (where its segment was - where it now begins), and that shift is constant in a segment.
 
 Legend: S rows of lengths, B bags per row, T rows of the result, N values, C capacity of the result.
 """
@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpurec.kernels import jagged_runs
 from tpurec.kernels.jagged_positions import complete_cumsum, of_segments, padding_of, positions, take_or
+
+_MOST = 2.0**31 - 2.0**25  # int32 less what a sum of float32 may be wrong by
 
 
 def permute_jagged(
@@ -34,9 +37,19 @@ def permute_jagged(
     """
     chosen_T, valid_T = _chosen(permute_T, lengths.shape[0])
     new_lengths = _rows(lengths, chosen_T, valid_T)
-    source_C, inside_C = source_positions(permute_T, lengths, values.shape[0], capacity)
-    given = [values] if weights is None else [values, weights]
-    return [new_lengths, *(take_or(array, source_C, inside_C, padding_of(array.dtype)) for array in given)]
+    num_values, given = values.shape[0], [values] if weights is None else [values, weights]
+    if not all(_in_lines(array, permute_T.shape[0], capacity) for array in given):
+        source_C, inside_C = source_positions(permute_T, lengths, num_values, capacity)
+        return [new_lengths, *(take_or(array, source_C, inside_C, padding_of(array.dtype)) for array in given)]
+    begin_T, offsets = _runs(permute_T, lengths, num_values, capacity)
+    filled_C = jnp.arange(capacity, dtype=jnp.int32) < offsets[-1]
+    moved = [jagged_runs.copy_runs(array, begin_T, offsets[:-1], jnp.diff(offsets), capacity) for array in given]
+    paddings = [jnp.array(padding_of(array.dtype), array.dtype) for array in given]
+    return [new_lengths, *(jnp.where(filled_C, *pair) for pair in zip(moved, paddings, strict=True))]
+
+
+def _in_lines(array: jax.Array, num_runs: int, capacity: int) -> bool:
+    return array.ndim == 1 and array.shape[0] > 0 and jagged_runs.pays(num_runs, capacity, array.dtype)
 
 
 def source_positions(
@@ -53,15 +66,23 @@ def source_positions(
     Returns:
         int32 `[C]`, and bool `[C]`: whether there is a value.
     """
-    begins, sizes = _row_bounds(lengths, num_values)
-    chosen_T, valid_T = _chosen(permute_T, lengths.shape[0])
-    begin_T = _rows(begins, chosen_T, valid_T)
-    size_T = jnp.minimum(_rows(sizes, chosen_T, valid_T), capacity)
-    # Repeated rows may add up to more than int32 holds: stop at the capacity instead of wrapping.
-    offsets = jnp.append(jnp.zeros(1, jnp.int32), lax.associative_scan(_saturating_add(capacity), size_T))
+    begin_T, offsets = _runs(permute_T, lengths, num_values, capacity)
     position_C = jnp.arange(capacity, dtype=jnp.int32)
     source_C = position_C + of_segments(begin_T - offsets[:-1], offsets, capacity)
     return source_C, position_C < offsets[-1]
+
+
+def _runs(permute_T: jax.Array, lengths: jax.Array, num_values: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Where each row of a permuted array comes from, int32 `[T]`, and its offsets, int32 `[T + 1]`, within C."""
+    begins, sizes = _row_bounds(lengths, num_values)
+    chosen_T, valid_T = _chosen(permute_T, lengths.shape[0])
+    size_T = jnp.minimum(_rows(sizes, chosen_T, valid_T), capacity)
+    # Repeated rows may add up to more than int32 holds: stop at the capacity instead of wrapping. Where that is so, a
+    # sum of floats knows, good to a thousandth; it compiles in a tenth of the time of a scan that saturates.
+    large_T = jnp.cumsum(size_T.astype(jnp.float32)) > _MOST
+    end_T = jnp.where(large_T, capacity, jnp.minimum(jnp.cumsum(size_T, dtype=jnp.int32), capacity))
+    offsets = jnp.append(jnp.zeros(1, jnp.int32), end_T)
+    return _rows(begins, chosen_T, valid_T), offsets
 
 
 def permute_jagged_gradient(
@@ -78,6 +99,9 @@ def permute_jagged_gradient(
     Returns:
         `[N, ...]` of the gradient's dtype; 0 for what was left out.
     """
+    if _in_lines(gradient, permute_T.shape[0], min(gradient.shape[0], num_values)):
+        begin_T, offsets = _runs(permute_T, lengths, num_values, gradient.shape[0])
+        return jagged_runs.add_runs(gradient, offsets[:-1], begin_T, jnp.diff(offsets), num_values)
     source_C, inside_C = source_positions(permute_T, lengths, num_values, gradient.shape[0])
     target_C = jnp.where(inside_C, source_C, num_values)
     zeros = jnp.zeros((num_values, *gradient.shape[1:]), gradient.dtype)
@@ -173,7 +197,3 @@ def _chosen(permute_T: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
 
 def _rows(rows: jax.Array, chosen_T: jax.Array, valid_T: jax.Array) -> jax.Array:
     return take_or(rows, chosen_T, valid_T, 0)
-
-
-def _saturating_add(limit: int):
-    return lambda left, right: jnp.minimum(left + right, limit)

@@ -35,8 +35,11 @@ def segment_sum(values: jax.Array, offsets: jax.Array) -> jax.Array:
         return jnp.diff(complete_cumsum(values)[positions(offsets, num_values)])
     segment_N, used_N = segment_of_positions(offsets, num_values)
     wide = jnp.promote_types(values.dtype, jnp.float32) if values.dtype.itemsize < 4 else values.dtype
-    target_N = jnp.where(used_N, segment_N, num_segments)
-    return jax.ops.segment_sum(values.astype(wide), target_N, num_segments).astype(values.dtype)
+    # What lies before the first segment is added up before it, what lies behind the last one behind it: so targets
+    # ascend, and XLA, told so, neither compiles nor runs a sort of them.
+    target_N = jnp.where(used_N, segment_N + 1, jnp.where(jnp.arange(num_values) < offsets[0], 0, num_segments + 1))
+    sums = jax.ops.segment_sum(values.astype(wide), target_N, num_segments + 2, indices_are_sorted=True)
+    return sums[1:-1].astype(values.dtype)
 
 
 def segment_mean(values: jax.Array, offsets: jax.Array) -> jax.Array:

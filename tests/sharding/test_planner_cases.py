@@ -198,6 +198,13 @@ def test_one_rank_needs_no_exchange():
     assert "exchange_ids" not in parts and "exchange_vectors" not in parts and "all_reduce" not in parts
 
 
+def test_many_small_tables_pinned_to_single_ranks_stay_within_floating_point():
+    """Loads are raised to high powers on the way; so small ones among so many must neither overflow nor vanish."""
+    tables = [table(f"t{k}", 1000 + k, 8, pin="table_wise") for k in range(150)]
+    found = plan(tables, "v6e-4", 8192).estimates
+    assert max(found.rank_seconds) <= 1.1 * min(found.rank_seconds)
+
+
 def test_planning_loads_neither_torch_nor_jax():
     code = (
         "import sys; from tpurec.sharding.planner import plan; from tpurec.sharding.tables import *; "

@@ -124,6 +124,11 @@ def test_several_slices_are_compared_side_by_side(run, tables):
     assert "samples/s a chip" in text and "…" not in text
 
 
+def test_ranks_on_cpus_are_not_called_chips_with_hbm(run, tables):
+    out = run(tables, "--slice", "cpu-4")[1]
+    assert "4 ranks on CPUs" in out and "RAM a rank" in out and "chip" not in out and "HBM" not in out
+
+
 def test_every_slice_has_its_own_price_if_it_is_given(run, tables):
     slices = ("--slice", "v6e-4", "--slice", "v5p-8")
     both = ("--price-per-chip-hour", "1", "--price-per-chip-hour", "4")
@@ -248,6 +253,8 @@ def test_tables_that_cannot_fit_exit_with_1_and_name_the_missing_bytes(run, tmp_
         (["TABLES", "--slice", "v6e-4", "--slice", "v6e-8", "--out", "x.json"], 2, "--slice"),
         (["TABLES", "--slice", "v6e-4", "--out", "no/such/folder/x.json"], 1, "folder"),
         (["no.such.module:model", "--slice", "v6e-4"], 1, "no"),
+        (["TABLES", "--slice", "v7-64"], 1, "slice 'v7-64': chip 'v7' is not known"),
+        (["TABLES", "--slice", "v5p-128", "--slice", "v5p:4x4x4"], 2, "v5p-128 is given twice"),
         (["", "--slice", "v6e-4"], 1, "TABLES is empty"),
         (["TABLES", "--slice", ""], 1, "v6e-64"),
     ],

@@ -79,6 +79,9 @@ def plan(
         raise typer.BadParameter("--out goes with one --slice")
     prices = _prices(price_per_chip_hour or [], len(slice_))
     slices = [SliceTopology.parse(name) for name in slice_]
+    twice = [one.name for number, one in enumerate(slices) if one in slices[:number]]
+    if twice:
+        raise typer.BadParameter(f"--slice {twice[0]} is given twice")
     for path in (out, report):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: its folder does not exist.", "Make the folder first.")

@@ -67,8 +67,11 @@ def print_plan(console: Console, found: dict[str, Any], dims: Sequence[int], max
     fits = found["fits"]
     head = Text(f"{found['slice']}  ", style="bold")
     head.append("fits" if fits else "does not fit", style="bold green" if fits else "bold red")
-    shape = " x ".join(map(str, dims))
-    head.append(f"  {counted(found['num_chips'], 'chip')} ({shape}), {counted(found['num_ranks'], 'rank')}")
+    if found["slice"].startswith("cpu-"):
+        head.append(f"  {counted(found['num_ranks'], 'rank')} on CPUs")
+    else:
+        shape = " x ".join(map(str, dims))
+        head.append(f"  {counted(found['num_chips'], 'chip')} ({shape}), {counted(found['num_ranks'], 'rank')}")
     if fits:
         idle = found["idle_ranks"]
         head.append(f", {idle:,} idle" if idle else ", none idle", style="bold red" if idle else "")
@@ -91,7 +94,7 @@ def print_plan(console: Console, found: dict[str, Any], dims: Sequence[int], max
     )
     capacity = found["hbm_bytes_capacity"]
     facts.add_row(
-        "HBM a rank",
+        "RAM a rank" if found["slice"].startswith("cpu-") else "HBM a rank",
         f"{size(found['hbm_bytes_max'])} the fullest, {size(found['hbm_bytes_mean'])} the mean, of {size(capacity)} "
         f"usable ({found['hbm_bytes_max'] / capacity:.0%})",
     )

@@ -73,7 +73,10 @@ class SliceTopology:
         generation, number, shape = match.groups()
         if generation == "cpu":
             return cls._cpu(text, number)
-        facts = chip("v5e" if generation in ("v5litepod", "v5lite") else generation)
+        try:
+            facts = chip("v5e" if generation in ("v5litepod", "v5lite") else generation)
+        except ConfigError as error:
+            raise ConfigError(f"slice {text!r}: {error.problem}", f"{error.remedy} Write it like v6e-64.") from None
         if number is not None:
             return cls._of_number(facts, text, int(number))
         dims = tuple(int(part) for part in shape.split("x"))

@@ -19,7 +19,8 @@ class TableChange:
 
     Args:
         name: the table.
-        before: sharding in the old plan, such as `column_wise on 4 ranks`; with dtype and optimizer if they change.
+        before: sharding in the old plan, such as `column_wise on 4 ranks`, and what else changes: exchange, dtype,
+            optimizer.
         after: the same in the new plan.
         bytes_total: weights and optimizer state that the new plan's ranks hold, copies counted.
         bytes_moved: the part that a rank of the new plan does not have under the same number in the old one.
@@ -136,16 +137,18 @@ def _change(old: PlacedTable, new: PlacedTable) -> TableChange:
             common = min(shard.columns[1], had.columns[1]) - max(shard.columns[0], had.columns[0])
             if common > 0:
                 kept += _row_bytes(table, common, same_state) * _rows_in_both(had, shard, table.num_embeddings)
-    told = [(placed.table.dtype, placed.table.optimizer) for placed in (old, new)]
-    before, after = (
-        _describe(placed) + (f", {dtype}, {optimizer}" if told[0] != told[1] else "")
-        for placed, (dtype, optimizer) in zip((old, new), told, strict=True)
-    )
-    return TableChange(new.name, before, after, round(total), round(max(total - kept, 0.0)))
+    return TableChange(new.name, _describe(old, new), _describe(new, old), round(total), round(max(total - kept, 0.0)))
 
 
-def _describe(placed: PlacedTable) -> str:
-    return f"{placed.sharding} on {len(placed.ranks)} rank{'s' if len(placed.ranks) != 1 else ''}"
+def _describe(placed: PlacedTable, other: PlacedTable) -> str:
+    """Sharding and ranks, and what else the other plan has otherwise."""
+    count = len(placed.ranks)
+    words = [f"{placed.sharding} on {count} rank{'s' if count != 1 else ''}"]
+    if placed.sharding == other.sharding and placed.exchange != other.exchange:
+        words.append(placed.exchange.replace("_", " "))  # of one sharding; others come with an exchange of their own
+    for value, its in ((placed.table.dtype, other.table.dtype), (placed.table.optimizer, other.table.optimizer)):
+        words += [value] if value != its else []
+    return ", ".join(words)
 
 
 def _row_bytes(table: TableSpec, columns: int, with_state: bool = True) -> float:

@@ -16,7 +16,7 @@ from tpurec.sharding.choices import Choice
 from tpurec.sharding.loads import Loads, relieve_fullest
 from tpurec.sharding.space import State
 
-_PATIENCE = 64  # fullest ranks without a better place for any of their shards, before it ends
+_PATIENCE = 32  # fullest ranks without a better place for any of their shards, before it ends
 _ENOUGH = 1e-9  # relative gain below which a move is noise
 
 

@@ -41,12 +41,12 @@ class Loads:
         """Lumps in the units of the loads.
 
         Args:
-            lumps: float64 `[n, all columns]`.
+            lumps: float64 `[..., all columns]`.
 
         Returns:
-            float64 `[columns that count, n]`.
+            float64 `[columns that count, ...]`.
         """
-        return np.ascontiguousarray((lumps[:, self.columns] / self.unit).T)
+        return np.ascontiguousarray(np.moveaxis(lumps[..., self.columns] / self.unit, -1, 0))
 
     def raised(self, loads: np.ndarray) -> np.ndarray:
         """Powers of loads.

@@ -17,7 +17,6 @@ import numpy as np
 
 from tpurec.sharding.balance import balance
 from tpurec.sharding.board import Board, Options
-from tpurec.sharding.bound import fractional_choices
 from tpurec.sharding.boxes import Boxes
 from tpurec.sharding.costs import GROUP_PARTS, PARTS
 from tpurec.sharding.space import NUM_PARTS, Placement, Space, State
@@ -29,8 +28,8 @@ _RELIEVE = 60_000  # items x ranks up to which uneven columns are relieved
 _RELIEF_ROUNDS = 12
 _BALANCE_POWERS = (16, 64)
 _MOST_MOVES = 500  # of single shards, per power, while a start is built
-_MANY_ITEMS = 100  # from here on, on many ranks, choices come from boxes, and loads are evened shard by shard
-_MANY = 10_000  # items x ranks
+_MANY_ITEMS = 64  # from here on all choices come from boxes, and loads are evened shard by shard
+_ANNEAL_POWERS = (8, 16, 32, 64)
 _REFINE_POWERS = (64, 256)
 _GROUPS_DEARER = 10.0  # how much dearer sums inside groups are while a start is built
 _SETTLED = 5e-4  # relative gain of a cycle below which refining ends
@@ -57,21 +56,22 @@ class _Effort:
     cycles: int
 
 
+_SMALL_EFFORT = _Effort((1.0,), 40, 2, 0, 0, 0)
 _LARGE_EFFORT = _Effort((1.0, 1.06), 80, 4, 6, 1, 1)
 _HUGE_EFFORT = _Effort((1.06,), 200, 6, 6, 1, 1)
 _HUGE = 200_000  # items x ranks
 
 
 def has_many(space: Space) -> bool:
-    """Whether a problem is searched as one of many items on many ranks; depends on its shape only.
+    """Whether a problem is searched as one of many items; depends on its shape only.
 
     Args:
         space: the problem.
 
     Returns:
-        True if its choices come from boxes.
+        True if all of its choices come from boxes.
     """
-    return len(space.items) >= _MANY_ITEMS and len(space.items) * space.model.num_ranks > _MANY
+    return len(space.items) >= _MANY_ITEMS
 
 
 class Packer:
@@ -219,9 +219,9 @@ class Packer:
     def search(self, limits: int = 4) -> Placement:
         """Start from several placements, improve the most promising ones (of small problems all), and keep the best.
 
-        The starts: smallest lumps; what the linear program favours; least mean load under several limits on lumps; and,
-        because latencies fall only when the last table that causes them changes, no exchange at all. With many items on
-        many ranks the choices come from boxes instead.
+        The starts: smallest lumps; what boxes favour; least mean load under several limits on lumps; and, because
+        latencies fall only when the last table that causes them changes, no exchange at all. With many items the limits
+        are left out.
 
         Args:
             limits: how many limits on lumps to try.
@@ -233,15 +233,14 @@ class Packer:
             return self._search_many().placement()
         smallest = self.construct(self.picks(0.0))
         high = max(float(self.price @ choice.lump) for item in self.space.items for choice in item.choices) + 1e-12
-        program = fractional_choices(self.space, self.value(smallest))
-        wanted = [] if program is None else [program]
-        wanted += [self.picks(float(limit)) for limit in np.geomspace(high / 1e3, high, limits)]
+        boxes = self._from_boxes(self.value(smallest), 1.0, _SMALL_EFFORT)
+        wanted = boxes + [self.picks(float(limit)) for limit in np.geomspace(high / 1e3, high, limits)]
         starts = self._starts(smallest, wanted + self._without_exchange())
         size = len(self.space.items) * self.space.model.num_ranks
         if size > _IMPROVE_ALL:
             best_made = min(starts.values(), key=self.value)
-            by_program = smallest if program is None else starts.get(tuple(program), smallest)
-            chosen = {id(state): state for state in (smallest, by_program, best_made)}
+            by_boxes = [starts[tuple(picks)] for picks in boxes if tuple(picks) in starts]
+            chosen = {id(state): state for state in (smallest, *by_boxes, best_made)}
         else:
             chosen = {id(state): state for state in starts.values()}
         best = min((self.improve(state) for state in chosen.values()), key=self.value)
@@ -264,8 +263,20 @@ class Packer:
         known = self.value(smallest)
         wanted = [picks for share in effort.unevenness for picks in self._from_boxes(known, share, effort)]
         built = sorted(self._starts(smallest, wanted + self._without_exchange()).values(), key=self.value)
-        traded = sorted((self._trade(state, _REFINE_POWERS[0]) for state in built[: effort.traded]), key=self.value)
+        traded = self._anneal(built[: effort.traded], effort.refined)
         return min((self.refine(state, effort.cycles) for state in traded[: effort.refined]), key=self.value)
+
+    def _anneal(self, states: list[State], kept: int) -> list[State]:
+        """Trade and move under means that sharpen, and go on with the better half.
+
+        Under a blunt mean trades are made, too, that pay off only after others.
+        """
+        for power in _ANNEAL_POWERS:
+            self.tell(f"trading places in {len(states)} starts")
+            # One that no blunt trade helped is as good a start for sharper ones.
+            made = [min(state, self._trade(state, power), key=self.value) for state in states]
+            states = sorted(made, key=self.value)[: max(kept, (len(states) + 1) // 2)]
+        return states
 
     def _trade(self, state: State, power: int) -> State:
         moves = 2 * len(self.space.items)

@@ -148,8 +148,8 @@ class Estimates:
         step_seconds: sum over parts of the maximum over ranks.
         step_parts: seconds by part.
         lower_bound_seconds: no plan for these tables on this slice is faster under the same cost model.
-        lower_bound_kind: how that was proven: `enumeration` (the plan is optimal), `linear program`,
-            `mixed program` or `boxes`.
+        lower_bound_kind: how that was proven: `enumeration` (the plan is optimal), `boxes` or
+            `mixed program`.
         samples_per_second: batch size / step.
         hbm_bytes_max: memory of the fullest rank; stacks count as allocated, with equal shapes everywhere.
         hbm_bytes_mean: memory in use, mean over ranks.

@@ -87,7 +87,7 @@ def search(space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, giv
         if placement is not None:
             return Found(placement, space.cost(placement), True, True, False)
     documented = _documented(given, slice_)
-    compact = _compact(Space(tables, CostModel(slice_, space.model.batch_size, documented)), clock)
+    compact = _compact(_at(space, tables, slice_, documented), clock)
     cost = space.cost(compact)
     best = Found(compact, cost, cost.bytes <= capacity, False, False)
     if not best.fits:  # the rule for what fits, whatever the speeds
@@ -130,14 +130,21 @@ def _candidates(
     start: Placement | None = None
     for factor in _LINK_FACTORS[: 1 if large else None]:
         speeds = dataclasses.replace(documented, link_bytes_per_second=documented.link_bytes_per_second * factor)
-        reference = Space(tables, CostModel(slice_, space.model.batch_size, speeds))
-        exactly = space.model.assume == dataclasses.replace(speeds, **_memory(space.model.assume))
+        reference = _at(space, tables, slice_, speeds)
+        exactly = reference is space
         chain = _chain(reference, None if afresh else start, clock)
         first = next(chain)
         start = start or first
         yield first, large and exactly
         for placement in chain:
             yield placement, large and exactly
+
+
+def _at(space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, speeds: Assumptions) -> Space:
+    """The problem at other speeds; itself where only the memory differs, which the candidates do not see."""
+    if space.model.assume == dataclasses.replace(speeds, **_memory(space.model.assume)):
+        return space
+    return Space(tables, CostModel(slice_, space.model.batch_size, speeds))
 
 
 def _memory(assume: Assumptions) -> dict[str, object]:

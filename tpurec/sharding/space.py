@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -84,6 +85,11 @@ class Space:
         self._constant_bytes = sum(self.constant_uses.values())
         self.latency = np.array([model.latency.get(name, 0.0) for name in LATENCY_FLAGS])
 
+    @cached_property
+    def kinds(self) -> Kinds:
+        """All choices as arrays."""
+        return Kinds(self.items)
+
     @property
     def constant_seconds(self) -> float:
         """Seconds that every placement takes."""
@@ -130,6 +136,36 @@ class Space:
         for position, (choice, ranks) in enumerate(zip(placement.choices, placement.ranks, strict=True)):
             state.put(position, choice, np.array(ranks, dtype=np.int64))
         return state.cost()
+
+
+class Kinds:
+    """All choices of all items as arrays, by kind of sharding.
+
+    Args:
+        items: of the space.
+
+    Attributes:
+        of_choice: per item, the kind of each of its choices.
+        position: int64 `[kinds, items]`, the item's choice of a kind; -1 if it has none.
+        lump, uniform, padded: float64 `[kinds, items, columns]`, of that choice.
+        pairs: float64 `[kinds, items]`, its ids of a mean rank pair.
+    """
+
+    def __init__(self, items: list[Item]) -> None:
+        numbers: dict[tuple[object, ...], int] = {}
+        for item in items:
+            for choice in item.choices:
+                numbers.setdefault((*choice.key, choice.exchange), len(numbers))
+        self.of_choice = [[numbers[(*choice.key, choice.exchange)] for choice in item.choices] for item in items]
+        shape = (len(numbers), len(items))
+        self.position, self.pairs = np.full(shape, -1), np.zeros(shape)
+        wide = (*shape, len(items[0].choices[0].lump))
+        self.lump, self.uniform, self.padded = np.zeros(wide), np.zeros(wide), np.zeros(wide)
+        for number, item in enumerate(items):
+            for position, (kind, choice) in enumerate(zip(self.of_choice[number], item.choices, strict=True)):
+                self.position[kind, number], self.pairs[kind, number] = position, choice.pair_ids
+                self.lump[kind, number], self.uniform[kind, number] = choice.lump, choice.uniform
+                self.padded[kind, number] = choice.padded
 
 
 class State:

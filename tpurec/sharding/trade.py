@@ -42,27 +42,15 @@ class _Places:
     def __init__(self, state: State, price: np.ndarray, power: int) -> None:
         self._space, self._state = state.space, state
         self.loads = Loads(state, price, power)
-        items = state.space.items
-        kinds: dict[tuple[object, ...], int] = {}
-        for item in items:
-            for choice in item.choices:
-                kinds.setdefault((*choice.key, choice.exchange), len(kinds))
-        shape = (len(kinds), len(items))
-        self._position = np.full(shape, -1)
-        self._lump = np.zeros((len(self.loads.columns), *shape))
-        self._even = np.full(shape, np.inf)  # inf: the item cannot have this kind
-        self._padded, self._pairs = np.zeros(shape), np.zeros(shape)
+        kinds = state.space.kinds
+        self._position, self._pairs = kinds.position, kinds.pairs
+        self._lump = self.loads.share(kinds.lump)
+        self._even = np.where(kinds.position >= 0, kinds.uniform @ price, np.inf)  # inf: the item cannot have this kind
+        self._padded = kinds.padded[..., :NUM_PARTS] @ price[:NUM_PARTS]
         held: dict[int, list[int]] = {}
-        for number, item in enumerate(items):
-            rows = [kinds[(*choice.key, choice.exchange)] for choice in item.choices]
-            self._position[rows, number] = np.arange(len(rows))
-            self._lump[:, rows, number] = self.loads.share(np.array([choice.lump for choice in item.choices]))
-            self._even[rows, number] = np.array([choice.uniform for choice in item.choices]) @ price
-            padded = np.array([choice.padded[:NUM_PARTS] for choice in item.choices])
-            self._padded[rows, number] = padded @ price[:NUM_PARTS]
-            self._pairs[rows, number] = [choice.pair_ids for choice in item.choices]
+        for number, (item, choice) in enumerate(zip(state.space.items, state.choice, strict=True)):
             if item.pinned is None:
-                held.setdefault(rows[state.choice[number]], []).append(number)
+                held.setdefault(kinds.of_choice[number][choice], []).append(number)
         self._holders = {kind: np.array(held[kind]) for kind in sorted(held)}
         self._ranks = {kind: np.array([state.ranks[i] for i in found]) for kind, found in self._holders.items()}
         self._on: list[list[tuple[int, int]]] = [[] for _ in range(len(state.load))]  # places on each rank

@@ -403,6 +403,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_planning(run, tables, 
     assert tables.read_text() == before
 
 
+def test_options_that_would_do_nothing_are_refused(run, tables, parquet):
+    code, _, err = run(tables, "--slice", "v6e-4", "--embedding-dim", "8")
+    assert code == 1 and "Leave out --embedding-dim" in err
+    code, _, err = run(parquet, "--slice", "v6e-4", "--batch-size", "64", "--embedding-dim", "8", "--set", "a=1")
+    assert code == 1 and "--set a=1 has nothing to change" in err
+    assert "--set a=1" in run("os:getcwd", "--slice", "v6e-4", "--set", "a=1")[2]
+
+
 def test_what_names_no_batch_size_needs_the_option(run, tables):
     tables.write_text(TABLES.replace("batch_size = 4096", ""))
     code, _, err = run(tables, "--slice", "v6e-4")

@@ -33,7 +33,7 @@ def plan(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Global examples per step; by default what TABLES says.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan of one --slice as JSON.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write a self-contained HTML page; several slices are compared in it.")
     ] = None,

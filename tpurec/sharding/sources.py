@@ -49,14 +49,22 @@ def read_source(
     path = Path(source)
     overrides = list(overrides)
     recipe = recipe_path(source)
+    is_data = recipe is None and (path.is_dir() or path.suffix == ".parquet")
+    if embedding_dim is not None and not is_data:
+        raise ConfigError(
+            f"{source}: says itself how wide its tables are.",
+            "Leave out --embedding-dim; it goes with a Parquet data set.",
+        )
     if recipe is not None:
         found = _from_recipe(recipe, overrides)
-    elif path.is_dir() or path.suffix == ".parquet":
+    elif is_data:
+        _refuse(overrides, source)
         found = _from_parquet(path, embedding_dim)
         data = data or source
     elif path.suffix in (".toml", ".json"):
         found = _from_list(path, overrides)
     elif ":" in source and not path.exists():
+        _refuse(overrides, source)
         found = _from_model(source)
     else:
         raise ConfigError(
@@ -67,6 +75,11 @@ def read_source(
         return found
     tables, measured = measure(found.tables, data)
     return dataclasses.replace(found, tables=tables, measured=measured)
+
+
+def _refuse(overrides: list[str], source: str) -> None:
+    if overrides:
+        raise ConfigError(f"{source}: --set {overrides[0]} has nothing to change there.", "Leave it out.")
 
 
 def recipe_path(source: str) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,13 +10,11 @@ from pipelines.run import Run
 from pipelines.shares import Share
 from tpurec.errors import ConfigError
 from tpurec.features import Schema
+from tpurec.kernels.limits import problem_of_rows
 from tpurec.sharding.plan import Plan
 from tpurec.sharding.planner import plan as make_plan
 from tpurec.sharding.sources import recipe_tables
-from tpurec.sharding.tables import OPTIMIZER_STATE, TableList, TableSpec
-
-_WHOLE_ROWS = "A TPU does not yet step columns of rows that have one accumulator, or are clipped, as a whole."
-_WHOLE_ROWS_REMEDY = "Set sharding.constraints.TABLE.forbid = ['column_wise'], or use adagrad or sgd without clipping."
+from tpurec.sharding.tables import TableList, TableSpec
 
 
 def choose_plan(run: Run, recipe: Recipe, schema: Schema) -> Plan:
@@ -48,15 +45,12 @@ def choose_plan(run: Run, recipe: Recipe, schema: Schema) -> Plan:
     # Every rank has the same number of slots; the last ones are padding if the batch cannot be shared evenly.
     batch_size = Share(0, config.num_ranks).size(recipe.train.batch_size) * config.num_ranks
     wanted = recipe_tables(recipe.model, recipe.tables, config, schema, batch_size)
-    whole_rows = _tables_of_whole_rows(recipe, wanted.tables)
     if config.plan is not None:
         found = Plan.load(config.plan)
         check_plan_for(found, wanted.tables, config.num_ranks, config.plan)
-        _check_whole_rows(found, whole_rows, config.plan)
+        if recipe.device.kind == "tpu":
+            _check_widths(found, config.plan)
         return found
-    wanted = dataclasses.replace(
-        wanted, tables=tuple(_without_column_wise(table, table.name in whole_rows) for table in wanted.tables)
-    )
     return _kept(run, wanted, config.topology.name, batch_size) or _made(wanted, config.topology.name, batch_size)
 
 
@@ -104,30 +98,14 @@ def check_plan_for(plan: Plan, tables: Sequence[TableSpec], num_ranks: int, wher
         raise ConfigError(f"{where}: table {next(iter(planned))!r} of the plan is not in the recipe.", again)
 
 
-def _tables_of_whole_rows(recipe: Recipe, tables: Sequence[TableSpec]) -> set[str]:
-    """Names of the tables whose columns a TPU cannot spread: their steps need a sum over all columns of a row.
-
-    `tpurec.sharding.exchange` takes such steps with the CPU's code, and refuses them on a TPU.
-    """
-    if recipe.device.kind != "tpu":
-        return set()
-    clipped = recipe.tables.max_gradient_norm > 0
-    return {table.name for table in tables if clipped or OPTIMIZER_STATE[table.optimizer][0]}
-
-
-def _without_column_wise(table: TableSpec, is_whole: bool) -> TableSpec:
-    if not is_whole or "column_wise" in table.forbid:
-        return table
-    try:
-        return dataclasses.replace(table, forbid=(*table.forbid, "column_wise"))
-    except ConfigError as error:
-        raise ConfigError(f"{error.problem} {_WHOLE_ROWS}", _WHOLE_ROWS_REMEDY) from None
-
-
-def _check_whole_rows(plan: Plan, whole_rows: set[str], where: str | Path) -> None:
+def _check_widths(plan: Plan, where: str | Path) -> None:
+    """Refuse a plan that was made for CPUs, whose shards a TPU cannot hold; one for a TPU slice has none."""
     for placed in plan.tables:
-        if placed.name in whole_rows and len(placed.shards) > 1:
-            raise ConfigError(f"{where}: table {placed.name!r} is column_wise. {_WHOLE_ROWS}", _WHOLE_ROWS_REMEDY)
+        for shard in placed.shards:
+            refused = problem_of_rows(shard.columns[1] - shard.columns[0], placed.table.dtype)
+            if refused is not None:
+                columns = f"columns {shard.columns[0]} to {shard.columns[1]}"
+                raise ConfigError(f"{where}: table {placed.name!r}, {columns}: {refused[0]}", refused[1])
 
 
 def _fields(ours: TableSpec, theirs: TableSpec) -> list[tuple[str, object, object]]:

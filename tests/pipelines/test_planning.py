@@ -112,19 +112,19 @@ def on_tpu(recipe):
     return dataclasses.replace(recipe, device=dataclasses.replace(recipe.device, kind="tpu", execution="compile"))
 
 
-def test_on_a_tpu_no_table_whose_steps_need_whole_rows_is_cut_into_columns(settle, tmp_path):
-    """An exchange on a TPU refuses such shards, so neither is one planned, nor is a given one found out late."""
-    workers, rowwise = ("sharding.num_workers=4", "tables.embedding_dim=32"), "tables.optimizer=row_wise_adagrad"
-    pin = "sharding.constraints.user.pin=column_wise"
-    on_cpu = settle(*workers, pin, rowwise)
-    assert len(on_cpu.table("user").shards) > 1
-    with pytest.raises(ConfigError, match="A TPU does not yet step columns of rows"):
-        settle(*workers, pin, rowwise, change=on_tpu)
-    on_cpu.save(tmp_path / "columns.json")
-    with pytest.raises(ConfigError, match=r"table 'user' is column_wise.*forbid"):
-        settle(*workers, rowwise, f"sharding.plan={tmp_path / 'columns.json'}", change=on_tpu)
-    made = settle(*workers, rowwise, change=on_tpu)
-    assert all("column_wise" in placed.table.forbid for placed in made.tables)
-    assert settle(*workers, rowwise, change=on_tpu) == made
-    free = settle(*workers, pin, "tables.optimizer=adagrad", change=on_tpu)
-    assert len(free.table("user").shards) > 1
+def test_a_tpu_takes_columns_of_rows_that_are_stepped_as_a_whole_but_not_every_plan_for_cpus(settle, tmp_path):
+    workers = ("sharding.num_workers=4", "tables.optimizer=row_wise_adagrad")
+    pin = ("sharding.constraints.user.pin=column_wise", "tables.embedding_dim=32")
+    found = settle(*workers, *pin, "tables.max_gradient_norm=1.0", change=on_tpu)
+    assert len(found.table("user").shards) > 1
+    for dim, dtype, message in (
+        (12, "float32", r"table 'user', columns 0 to 12: embedding_dim 12: .*Use 8 or 16"),
+        (16, "float16", r"table 'user', columns 0 to 16: dtype 'float16'.*Use bfloat16"),
+    ):
+        tables = (f"tables.embedding_dim={dim}", f"tables.dtype={dtype}")
+        whole = [f"sharding.constraints.{name}.pin=table_wise" for name in ("user", "item", "tags")]
+        settle(*workers, *tables, *whole).save(tmp_path / "cpu.json")
+        given = f"sharding.plan={tmp_path / 'cpu.json'}"
+        settle(*workers, *tables, given)
+        with pytest.raises(ConfigError, match=message):
+            settle(*workers, *tables, given, change=on_tpu)

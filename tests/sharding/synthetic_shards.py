@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.sharding.problems import table
 from tpurec.sharding.assumptions import Assumptions
 from tpurec.sharding.checkpoint_ranks import Ranks
-from tpurec.sharding.pieces import TensorPiece, piece_of_shard
+from tpurec.sharding.pieces import TensorPiece, pieces_of_shard
 from tpurec.sharding.plan import PlacedTable, Plan, Rungs, Shard
 
 SHARDINGS = ("data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise")
@@ -92,7 +92,7 @@ def cut(plan: Plan, rank: int, tensors: dict[str, torch.Tensor], fill: float | N
                 if tensor.dim() > 1:
                     local = local[:, slice(*shard.columns)]
                 local = local.clone() if fill is None else torch.full_like(local, fill)
-                pieces.append(piece_of_shard(key, shard, rank, tuple(tensor.shape), local))
+                pieces += pieces_of_shard(key, shard, rank, tuple(tensor.shape), [local])
     return pieces
 
 

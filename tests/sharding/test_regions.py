@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpurec.sharding.pieces import TensorPiece, piece_of_shard
+from tpurec.sharding.pieces import TensorPiece, pieces_of_shard
 from tpurec.sharding.plan import Shard
 from tpurec.sharding.regions import Region, find_gap_or_clash, intersect
 
@@ -60,13 +60,15 @@ def test_coverage_agrees_with_counting_every_cell(pieces, num_rows, num_columns)
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 8), st.data())
 def test_the_shards_of_a_modulo_rule_cover_a_table_whatever_the_shift(num_rows, num_ranks, shift, data):
     shard = Shard(tuple(data.draw(st.permutations(range(num_ranks)))), "modulo", (0, 3), shift % num_ranks)
-    pieces = [
-        piece_of_shard("t", shard, rank, (num_rows, 3), torch.zeros(shard.num_rows(rank, num_rows), 3))
-        for rank in range(num_ranks)
-    ]
-    assert find_gap_or_clash([piece.region for piece in pieces], num_rows, 3) is None
-    for piece, rank in zip(pieces, range(num_ranks), strict=True):
-        assert all(shard.owner(row) == rank and row // num_ranks == i for i, row in enumerate(rows(piece.region)))
+    most = data.draw(st.integers(1, 20))  # rows of a tensor
+    all_regions = []
+    for rank in range(num_ranks):
+        tensors = torch.zeros(shard.num_rows(rank, num_rows), 3).split(most)
+        pieces = pieces_of_shard("t", shard, rank, (num_rows, 3), tensors)
+        held = [row for piece in pieces for row in rows(piece.region)]
+        assert all(shard.owner(row) == rank and row // num_ranks == i for i, row in enumerate(held))
+        all_regions += [piece.region for piece in pieces]
+    assert find_gap_or_clash(all_regions, num_rows, 3) is None
 
 
 def test_missing_rows_of_a_table_of_two_thousand_million_rows_are_found_without_a_list_of_them():

@@ -36,10 +36,11 @@ class World:
     Args:
         num_ranks: processes.
         folder: for the rendezvous file.
+        patience: seconds that a rank may take for an answer.
     """
 
-    def __init__(self, num_ranks: int, folder: Path) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, num_ranks: int, folder: Path, patience: int = 120) -> None:
+        self.num_ranks, self._patience = num_ranks, patience
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         for rank in range(num_ranks):
@@ -65,8 +66,8 @@ class World:
             pipe.send((function, arguments))
         answers = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(120):
-                raise AssertionError(f"rank {rank} of {self.num_ranks} did not answer within two minutes")
+            if not pipe.poll(self._patience):
+                raise AssertionError(f"rank {rank} of {self.num_ranks} did not answer within {self._patience} s")
             answers.append(pipe.recv())
         failed = [f"rank {rank}:\n{answer}" for rank, (good, answer) in enumerate(answers) if not good]
         assert not failed, "\n".join(failed)

@@ -6,16 +6,14 @@ is joined with what is counted from the step's static shapes and with the planne
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from tpurec.embeddings.layout import Packed
-from tpurec.errors import ConfigError
 from tpurec.kernels.compile_process import Compiled, KernelProgram
-from tpurec.kernels.limits import MAX_TENSOR_BYTES
+from tpurec.kernels.limits import MAX_TENSOR_BYTES, problem_of_rows
 from tpurec.kernels.optimizers import RowOptimizer
+from tpurec.kernels.storage import Storage
 from tpurec.sharding.step_shapes import StackShapes, StepShapes
 
 
@@ -40,33 +38,21 @@ class StackPrograms:
     remedy: str = ""
 
 
-def stack_programs(shapes: StackShapes) -> StackPrograms:
+def stack_programs(shapes: StackShapes, max_tensor_bytes: int = MAX_TENSOR_BYTES) -> StackPrograms:
     """Find the programs of a stack.
 
     Args:
         shapes: the stack in one step.
+        max_tensor_bytes: larger stacks are cut into several tensors, which the programs take together.
 
     Returns:
         The programs, or why there are none.
     """
-    stack = shapes.stack
-    if stack.squares:
-        return StackPrograms(
-            shapes,
-            {},
-            problem="column shards with accumulators per row, or with clipping, take their steps on the CPU only.",
-            remedy='Give these tables forbid = ["column_wise"], or use Adagrad or SGD.',
-        )
-    names = f"stack of width {stack.width}"
-    try:
-        storage = Packed(stack.num_rows, stack.width, stack.dtype, names).storage
-        if any(kind == "element" for _, kind in stack.optimizer.states):
-            Packed(stack.num_rows, stack.width, torch.float32, f"{names}, optimizer state")
-    except ConfigError as error:
-        # The stack is sharded already, so the layout's own advice does not help with its size.
-        too_large = stack.num_rows * stack.width * 4 > MAX_TENSOR_BYTES and "GiB" in error.problem
-        remedy = "Use a slice with more ranks, or smaller tables." if too_large else error.remedy
-        return StackPrograms(shapes, {}, problem=error.problem, remedy=remedy)
+    stack, dtype = shapes.stack, str(shapes.stack.dtype).removeprefix("torch.")
+    refused = problem_of_rows(stack.width, dtype)
+    if refused is not None:
+        return StackPrograms(shapes, {}, problem=f"stack of width {stack.width}: {refused[0]}", remedy=refused[1])
+    storage = Storage(stack.num_rows, stack.width, dtype, max_tensor_bytes)
     rule = _rule(shapes)
     programs = {}
     for name, (ids, bags), weighted, optimizer in (
@@ -75,7 +61,9 @@ def stack_programs(shapes: StackShapes) -> StackPrograms:
         ("replicated update", (stack.num_replicated,) * 2, False, rule),
     ):
         if ids and bags:
-            programs[name] = KernelProgram(storage, bags, ids, weighted, optimizer)
+            columns = stack.squares and name == "update"  # gradients are combined and clipped before
+            step = dataclasses.replace(rule, max_norm=0.0) if columns else optimizer
+            programs[name] = KernelProgram(storage, bags, ids, weighted and not columns, step, columns)
     return StackPrograms(shapes, programs, storage.num_bytes, rule.state_bytes(storage))
 
 
@@ -118,7 +106,7 @@ class RankMemory:
         compiled: bytes by use, from the compiler's reports: tables, optimizer_state, largest_program (what the program
             that needs most needs while it runs), code.
         counted: bytes by use, from the static shapes: requests, ids_exchange, vectors_exchange, routes, local_rows,
-            replicated_gradients.
+            column_gradients, replicated_gradients.
         estimated: bytes by use, by the planner's model: dense_model, activations, inputs, program.
         usable_bytes: what libtpu lets a program use on one device.
     """
@@ -182,6 +170,8 @@ def rank_memory(
             "vectors_exchange": round(elements * (3 * wire_bytes + 4)),
             "routes": sum(one.route_bytes for one in shapes),
             "local_rows": max((one.gathered_bytes for one in shapes), default=0),
+            # Column shards whose steps need whole rows: gradients by id, and combined, until the squares are added up.
+            "column_gradients": sum(8 * one.gradients[0] * one.stack.width for one in shapes if one.stack.squares),
             "replicated_gradients": sum(one.replicated_bytes for one in shapes),
         },
         {name: round(size) for name, size in estimated.items()},
@@ -245,13 +235,14 @@ def _tables(stack: StackPrograms) -> str:
     return f"table{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
-def programs_of(step: StepShapes) -> tuple[StackPrograms, ...]:
+def programs_of(step: StepShapes, max_tensor_bytes: int = MAX_TENSOR_BYTES) -> tuple[StackPrograms, ...]:
     """The programs of all stacks.
 
     Args:
         step: the shapes.
+        max_tensor_bytes: as of `stack_programs`.
 
     Returns:
         One entry a stack.
     """
-    return tuple(stack_programs(shapes) for shapes in step.stacks)
+    return tuple(stack_programs(shapes, max_tensor_bytes) for shapes in step.stacks)

@@ -137,7 +137,7 @@ def _check(
     topology = plan.topology
     reporter.log(f"drawing ids of a step of {batch_size:,} examples ...")
     step = step_shapes(source.tables, plan, batch_size, optimizer)
-    stacks = programs_of(step)
+    stacks = programs_of(step, plan.assumptions.max_tensor_bytes)
     programs = list(dict.fromkeys(program for stack in stacks for program in stack.programs.values()))
     answers = {}
     with (

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tpurec.ops.row_step import RowStep
+from tpurec.ops import sequence_gather
+from tpurec.ops.column_step import column_step_
 from tpurec.sharding.placement import ShardedTable, Stack
 from tpurec.sharding.storage import StackStorage
 
@@ -28,7 +29,7 @@ class RowGradients:
     """Gradients of a stack's rows, duplicates combined.
 
     Args:
-        rows: int64 `[num_ids]`, storage rows; the stack's spare row where there is none.
+        rows: int32 `[num_ids]`, storage rows; -1 where there is none.
         gradients: `[num_ids, width]`, 0 where there is none; before clipping and weight decay.
         places: int64 `[num_ids]`, where each row's sum of squares is in the array; the last place where there is none.
         dims: `[num_ids]`, columns of each row's whole table.
@@ -44,7 +45,7 @@ class ColumnSquares:
     """One stack of column shards on one rank.
 
     Args:
-        stack: with `squares`; its last row is spare.
+        stack: with `squares`.
         storage: this rank's rows.
         tables: of the model.
         area_tables: numbers of all tables that have areas, over all stacks.
@@ -71,16 +72,11 @@ class ColumnSquares:
         device = storage.parts[0].device
         # Every rank looks up in a list of the same length; padding lies behind all rows.
         owned = sorted(owned) + [(_NO_ROW, 0)] * (max(per_rank) - len(owned))
-        self._first_rows = torch.tensor([first for first, _ in owned], dtype=torch.int64, device=device)
+        self._first_rows = torch.tensor([first for first, _ in owned], dtype=torch.int32, device=device)
         self._tables = torch.tensor([table for _, table in owned], dtype=torch.int64, device=device)
-        self._rule = RowStep(
-            stack.optimizer.kind,
-            stack.optimizer.eps,
-            stack.optimizer.weight_decay,
-            *(stack.optimizer.arguments()[key] for key in ("beta1", "beta2", "decoupled_weight_decay")),
-            max_norm=0.0,  # clipped here, by the norm of whole rows
-            rounding_seed=stack.optimizer.arguments()["rounding_seed"],
-        )
+        more = stack.optimizer.arguments()
+        del more["max_gradient_norm"]  # clipped here, by the norm of whole rows
+        self._more = more
         dims = torch.tensor([tables[number].config.embedding_dim for number in area_tables], device=device)
         self._dims = dims[self._tables].to(storage.compute_dtype)
 
@@ -103,7 +99,7 @@ class ColumnSquares:
         stack, num_ids = self._stack, rows.shape[0]
         positions = torch.arange(num_ids, device=rows.device, dtype=offsets.dtype)
         bags = torch.searchsorted(offsets, positions, right=True) - 1
-        ordered, order = torch.sort(rows.long(), stable=True)
+        ordered, order = torch.sort(rows, stable=True)
         found = grad.index_select(0, bags.index_select(0, order))
         if weights is not None:
             found = found * weights.index_select(0, order)[:, None]
@@ -113,7 +109,7 @@ class ColumnSquares:
         combined = torch.zeros_like(found).index_add_(0, segment, found)
         segment_rows = torch.full_like(ordered, _NO_ROW).index_copy_(0, segment, ordered)
         is_row = (segment_rows >= 0) & (segment_rows < _NO_ROW)
-        targets = torch.where(is_row, segment_rows, stack.num_rows - 1)
+        targets = torch.where(is_row, segment_rows, -1)
         combined = torch.where(is_row[:, None], combined, 0)
         place = (torch.searchsorted(self._first_rows, segment_rows, right=True) - 1).clamp(min=0)
         first_segment = torch.searchsorted(segment_rows, self._first_rows)
@@ -123,7 +119,7 @@ class ColumnSquares:
         places = torch.where(is_row, places, squares.shape[0] - 1)
         sums = [combined.square().sum(1)]
         if squares.shape[1] > 1:
-            values = self._storage.all_rows().index_select(0, targets).to(combined.dtype)
+            values = sequence_gather(self._storage.parts, targets, stack.num_rows, stack.width).to(combined.dtype)
             sums += [(combined * values).sum(1), values.square().sum(1)]
         squares.index_add_(0, places, torch.stack(sums, dim=1).to(squares.dtype))
         return RowGradients(targets, combined, places, self._dims.index_select(0, place))
@@ -146,12 +142,20 @@ class ColumnSquares:
         if total.shape[1] > 1 and optimizer.weight_decay and not optimizer.decoupled_weight_decay:
             decay = optimizer.weight_decay
             square = square + 2 * decay * scale * total[:, 1] + decay**2 * total[:, 2]
-        # The spare row must not grow without end.
-        mean = torch.where(found.rows < self._stack.num_rows - 1, square / found.dims, 0)
-        if self._rule.counts_steps:
-            self._storage.state[-1].add_(1)
-        mean = mean.to(self._storage.compute_dtype)
-        self._rule.apply(self._storage.all_rows(), self._storage.state, found.rows, gradients, lr, mean)
+        column_step_(
+            self._storage.parts,
+            self._storage.state,
+            found.rows,
+            gradients,
+            (square / found.dims).to(self._storage.compute_dtype),
+            lr,
+            optimizer.kind,
+            optimizer.eps,
+            optimizer.weight_decay,
+            self._stack.num_rows,
+            self._stack.width,
+            **self._more,
+        )
 
 
 def num_sums(stacks: Sequence[Stack]) -> int:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpurec.errors import ConfigError, TpurecError
+from tpurec.errors import TpurecError
+from tpurec.kernels.limits import MAX_TENSOR_BYTES
 from tpurec.ops import embedding_bag, embedding_update_
 from tpurec.sharding.arrange import Answers, Arrangement
 from tpurec.sharding.column_squares import ColumnSquares, num_sums
@@ -45,6 +46,7 @@ class Exchange:
         wire: the process group.
         device: of the tables.
         wire_dtype: of vectors and gradients between ranks: float32 (float64 if tables are), or bfloat16.
+        max_tensor_bytes: on a TPU, of a tensor that rows lie in; larger stacks are cut.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class Exchange:
         wire: Wire,
         device: torch.device,
         wire_dtype: torch.dtype,
+        max_tensor_bytes: int = MAX_TENSOR_BYTES,
     ) -> None:
         self.tables, self.stacks, self.wire, self.device = tuple(tables), tuple(stacks), wire, device
-        self.storages = [StackStorage(stack, device) for stack in stacks]
+        self.storages = [StackStorage(stack, device, max_tensor_bytes) for stack in stacks]
         doubled = any(storage.compute_dtype == torch.float64 for storage in self.storages)
         self.compute_dtype = torch.float64 if doubled else torch.float32
         self.wire_dtype = self.compute_dtype if wire_dtype == torch.float32 else wire_dtype
@@ -68,12 +71,6 @@ class Exchange:
         unpooled = sorted({stack.collection for stack in stacks if stack.unpooled})
         self.sequences = {number: SequenceArrangement(stacks, number, dims[number]) for number in unpooled}
         self.area_tables = sorted({place.table for stack in stacks if stack.squares for place in stack.places})
-        if self.area_tables and device.type == "tpu":
-            raise ConfigError(
-                f"table {tables[self.area_tables[0]].config.name!r}: column shards with accumulators per row, or with "
-                "clipping, take their steps on the CPU only.",
-                "Plan it table_wise or row_wise, or use Adagrad or SGD.",
-            )
         self._squares = {
             number: ColumnSquares(stack, self.storages[number], tables, self.area_tables, wire.rank, wire.num_ranks)
             for number, stack in enumerate(stacks)

@@ -73,7 +73,7 @@ def _copy(piece: TensorPiece, start: int, block: Tensor) -> None:
     step = piece.row_step
     first = max(0, -(-(start - piece.row_start) // step))  # the piece's rows before it lie before the block
     begin = piece.row_start + first * step - start
-    if begin < len(block):
+    if begin < len(block) and first < len(piece.tensor):
         rows = block[begin::step]
         if piece.columns is not None:
             rows = rows[:, slice(*piece.columns)]

@@ -80,7 +80,8 @@ def shard(
             load_initial_values(collection, device)
         return model
     stacks = make_stacks(tables, [collection.optimizer for collection in collections], num_ranks)
-    exchange = Exchange(tables, stacks, len(collections), Wire(process_group), device, wire_dtype)
+    limit = plan.assumptions.max_tensor_bytes
+    exchange = Exchange(tables, stacks, len(collections), Wire(process_group), device, wire_dtype, limit)
     sharded: dict[int, ShardedCollection] = {}
     for number, collection in enumerate(collections):
         replacement: ShardedCollection

@@ -7,7 +7,7 @@ and `state_pieces`; `pieces_of` collects them from a model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -93,8 +93,10 @@ def whole(name: str, tensor: Tensor) -> TensorPiece:
     return TensorPiece(name, tuple(tensor.shape), 0, 1, None, tensor)
 
 
-def piece_of_shard(name: str, shard: Shard, rank: int, global_shape: tuple[int, ...], tensor: Tensor) -> TensorPiece:
-    """A rank's piece of a table, or of its optimizer state, as a plan places it.
+def pieces_of_shard(
+    name: str, shard: Shard, rank: int, global_shape: tuple[int, ...], tensors: Sequence[Tensor]
+) -> list[TensorPiece]:
+    """A rank's pieces of a table, or of its optimizer state, as a plan places it.
 
     Args:
         name: of the whole tensor.
@@ -102,10 +104,10 @@ def piece_of_shard(name: str, shard: Shard, rank: int, global_shape: tuple[int, 
         rank: this rank. One that is not an owner gives a tensor of 0 rows.
         global_shape: `[num_embeddings, embedding_dim]`; `[num_embeddings]` for one number a row, of which every column
             shard has a copy and the first writes its own.
-        tensor: the rank's rows, padding left out.
+        tensors: the rank's rows, padding left out; in order, if they lie in several tensors.
 
     Returns:
-        The piece.
+        A piece for each tensor.
     """
     first, step = 0, 1
     if shard.rule == "modulo" and rank in shard.ranks:
@@ -113,7 +115,11 @@ def piece_of_shard(name: str, shard: Shard, rank: int, global_shape: tuple[int, 
         first = (shard.ranks.index(rank) - shard.shift) % step
     by_row = len(global_shape) < 2
     writes = (shard.rule != "replicated" or rank == shard.ranks[0]) and (not by_row or shard.columns[0] == 0)
-    return TensorPiece(name, global_shape, first, step, None if by_row else shard.columns, tensor, writes)
+    columns, pieces = None if by_row else shard.columns, []
+    for tensor in tensors:
+        pieces.append(TensorPiece(name, global_shape, first, step, columns, tensor, writes))
+        first += step * len(tensor)
+    return pieces
 
 
 @runtime_checkable

@@ -191,7 +191,6 @@ def make_stacks(
     stacks = []
     for (width, dtype, collection, frozen, unpooled, squares), shards in groups.items():
         places, num_replicated, num_rows = _laid_out(tables, shards, num_ranks)
-        num_rows += squares  # a spare row, which padding reads and writes
         if num_rows >= 2**31:
             raise ConfigError(
                 f"{num_rows} rows of width {width} on one rank; 2^31 - 1 is the limit of 32-bit ids.",

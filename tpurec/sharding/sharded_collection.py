@@ -20,7 +20,7 @@ from tpurec.embeddings.optimizers import EmbeddingOptimizer
 from tpurec.embeddings.sequence import FusedEmbeddingCollection
 from tpurec.errors import ConfigError
 from tpurec.sharding.exchange import Exchange
-from tpurec.sharding.pieces import TensorPiece, piece_of_shard
+from tpurec.sharding.pieces import TensorPiece, pieces_of_shard
 from tpurec.sharding.placement import Place
 from tpurec.sharding.routed import RoutedBatch, RoutedFeatures
 from tpurec.sharding.storage import StackStorage
@@ -128,8 +128,8 @@ class ShardedCollection(nn.Module):
         found = []
         for storage, place, config in self._places():
             name, shape = f"{self.tables_name}.{config.name}.weight", (config.num_embeddings, config.embedding_dim)
-            tensor = storage.weight(place, self._rank, config.num_embeddings)
-            found.append(piece_of_shard(name, place.shard, self._rank, shape, tensor))
+            tensors = storage.weight(place, self._rank, config.num_embeddings)
+            found += pieces_of_shard(name, place.shard, self._rank, shape, tensors)
         return found
 
     def state_pieces(self) -> list[TensorPiece]:
@@ -142,13 +142,13 @@ class ShardedCollection(nn.Module):
         found = []
         for storage, place, config in self._places():
             shape = (config.num_embeddings, config.embedding_dim)
-            for state, tensor in storage.states(place, self._rank, config.num_embeddings).items():
-                name = f"{self.tables_name}.{config.name}.{state}"
-                if tensor.dim():
-                    found.append(piece_of_shard(name, place.shard, self._rank, shape[: tensor.dim()], tensor))
+            for state, tensors in storage.states(place, self._rank, config.num_embeddings).items():
+                name, dims = f"{self.tables_name}.{config.name}.{state}", tensors[0].dim()
+                if dims:
+                    found += pieces_of_shard(name, place.shard, self._rank, shape[:dims], tensors)
                 elif place.shard.columns[0] == 0:
                     writes = self._rank == place.shard.ranks[0]
-                    found.append(TensorPiece(name, (), 0, 1, None, tensor, writes))
+                    found.append(TensorPiece(name, (), 0, 1, None, tensors[0], writes))
         return found
 
     def give_router(self, router: Callable[[], Any]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpurec.embeddings.layout import OnePerRow, layout_for
+from tpurec.embeddings.layout import OnePerRow
+from tpurec.kernels.limits import MAX_TENSOR_BYTES
+from tpurec.sharding.cut_rows import CutRows
 from tpurec.sharding.placement import Place, Stack
 
 
@@ -15,24 +17,31 @@ class StackStorage:
     Args:
         stack: the stack.
         device: where.
+        max_tensor_bytes: on a TPU the rows are cut into tensors of at most this size.
+
+    Raises:
+        ConfigError: a width or dtype that a TPU does not take.
     """
 
-    def __init__(self, stack: Stack, device: torch.device) -> None:
+    def __init__(self, stack: Stack, device: torch.device, max_tensor_bytes: int = MAX_TENSOR_BYTES) -> None:
         self.stack = stack
         what = f"stack of width {stack.width}"
         self.compute_dtype = torch.promote_types(torch.float32, stack.dtype)
-        layout = layout_for(device, stack.num_rows, stack.width, stack.dtype, what)
-        self._layout = layout
-        self.parts = [layout.allocate(device)]
+        limit = max_tensor_bytes
+        self._cut = CutRows(device, stack.num_rows, stack.width, stack.dtype, limit, what)
+        self.parts = self._cut.allocate(device)
         self._state_layouts = [
-            layout_for(device, stack.num_rows, stack.width, self.compute_dtype, what)
+            CutRows(device, stack.num_rows, stack.width, self.compute_dtype, limit, what)
             if kind == "element"
             else OnePerRow(stack.num_rows, self.compute_dtype, packed=device.type == "tpu")
             for _, kind in stack.optimizer.states
         ]
         # As the ops take it: the accumulators, then the number of updates if the optimizer counts them. Replicated rows
         # take steps of their own, and count those.
-        accumulators = [layout.allocate(device) for layout in self._state_layouts]
+        accumulators: list[Tensor] = []
+        for layout in self._state_layouts:
+            made = layout.allocate(device)
+            accumulators += made if isinstance(made, list) else [made]
         for tensor in accumulators:
             tensor.fill_(stack.optimizer.initial_accumulator)
         counts = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(2) if stack.optimizer.counts_steps]
@@ -44,8 +53,8 @@ class StackStorage:
         # How often each was touched, which only weight decay asks.
         self.replicated_uses = torch.zeros(num_lines, dtype=self.compute_dtype, device=device)
 
-    def weight(self, place: Place, rank: int, num_embeddings: int) -> Tensor:
-        """A rank's rows of a place, as a view.
+    def weight(self, place: Place, rank: int, num_embeddings: int) -> list[Tensor]:
+        """A rank's rows of a place, as views.
 
         Args:
             place: of the stack.
@@ -53,11 +62,12 @@ class StackStorage:
             num_embeddings: rows of the whole table.
 
         Returns:
-            `[rows held, width]`; no rows if the rank is not an owner.
+            `[rows, width]`, in order, one for each tensor that they lie in; together the rows held. A rank that is not
+            an owner has one view of no rows.
         """
-        return self._layout.rows(self.parts[0], *_rows(place, rank, num_embeddings))
+        return self._cut.views(self.parts, *_rows(place, rank, num_embeddings))
 
-    def states(self, place: Place, rank: int, num_embeddings: int) -> dict[str, Tensor]:
+    def states(self, place: Place, rank: int, num_embeddings: int) -> dict[str, list[Tensor]]:
         """The optimizer state of those rows, as views.
 
         Args:
@@ -66,17 +76,22 @@ class StackStorage:
             num_embeddings: rows of the whole table.
 
         Returns:
-            For each of the optimizer's `state_names`: `[rows held, width]`, `[rows held]`, or `[]` for the number of
-            updates.
+            For each of the optimizer's `state_names`, in order: `[rows, width]`, one `[rows held]`, or one `[]` for the
+            number of updates.
         """
         start, stop = _rows(place, rank, num_embeddings)
         state = self.replicated_state if place.exchange == "local" else self.state
-        views = [layout.rows(one, start, stop) for layout, one in zip(self._state_layouts, state, strict=False)]
-        return dict(zip(self.stack.optimizer.state_names, [*views, *state[len(views) :]], strict=True))
-
-    def all_rows(self) -> Tensor:
-        """All rows, as a view `[num_rows, width]`."""
-        return self._layout.rows(self.parts[0], 0, self.stack.num_rows)
+        found: list[list[Tensor]] = []
+        at = 0
+        for layout in self._state_layouts:
+            if isinstance(layout, CutRows):
+                found.append(layout.views(state[at : at + layout.num_tensors], start, stop))
+                at += layout.num_tensors
+            else:
+                found.append([layout.rows(state[at], start, stop)])
+                at += 1
+        found += [[count] for count in state[at:]]
+        return dict(zip(self.stack.optimizer.state_names, found, strict=True))
 
 
 def _rows(place: Place, rank: int, num_embeddings: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from tpurec.kernels import embedding_update as update_kernel
 from tpurec.kernels import sequence_gather as sequence_kernel
 from tpurec.kernels.optimizers import RowOptimizer
 from tpurec.kernels.storage import Storage
-from tpurec.ops import _tpu_guard, _tpu_jagged, fbgemm_names
+from tpurec.ops import _tpu_guard, _tpu_jagged, aten_names, fbgemm_names
 from tpurec.ops._tpu_binding import bind_op
 from tpurec.ops.column_step import column_step_
 from tpurec.ops.embedding_bag import embedding_bag, embedding_bag_weights_grad
@@ -67,6 +67,7 @@ def bind(config: Config) -> None:
             bind_op(op, function, bound)
         _tpu_jagged.bind(bound)
         fbgemm_names.register()
+        aten_names.register()
     _config = config
 
 

@@ -47,39 +47,41 @@ def times_jagged(x_values: Tensor, y_values: Tensor, x_offsets: Tensor, max_L: i
 
 def vector_times_jagged(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Tensor:
     """`fbgemm::batched_dense_vec_jagged_2d_mul_forward`."""
-    heads = _heads(v, a_offsets)
-    weights = v.view(-1, heads, 1, v.shape[1]) if heads else v.view(0, 1, 1, v.shape[1])
-    products = weights @ _by_head(a_values, a_offsets, v.shape[1], weights.shape[1])
-    return products.reshape(v.shape[0], -1)
+    heads = _heads(v, a_values, a_offsets)
+    if not heads:
+        return v.new_zeros(0, a_values.shape[1])
+    products = v.view(-1, heads, 1, v.shape[1]) @ _by_head(a_values, a_offsets, v.shape[1], heads)
+    return products.view(v.shape[0], a_values.shape[1] // heads)
 
 
 def vector_times_jagged_gradient(
     grad_output: Tensor, v: Tensor, a_values: Tensor, a_offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`fbgemm::batched_dense_vec_jagged_2d_mul_backward`."""
-    heads = _heads(v, a_offsets)
+    heads = _heads(v, a_values, a_offsets)
     if not heads:
         return torch.zeros_like(v), torch.zeros_like(a_values)
     grad = grad_output.reshape(-1, heads, 1, grad_output.shape[1])
     of_v = grad @ _by_head(a_values, a_offsets, v.shape[1], heads).transpose(2, 3)
-    of_a = v.view(-1, heads, v.shape[1], 1) @ grad
-    of_a = of_a.transpose(1, 2).reshape(of_a.shape[0], v.shape[1], -1)
-    return of_v.reshape(v.shape), _jagged(of_a, a_offsets, a_values.shape[0])
+    of_a = (v.view(-1, heads, v.shape[1], 1) @ grad).transpose(1, 2)
+    of_a = of_a.reshape(of_a.shape[0], v.shape[1], a_values.shape[1])
+    return of_v.view(v.shape), _jagged(of_a, a_offsets, a_values.shape[0])
 
 
-def _heads(v: Tensor, a_offsets: Tensor) -> int:
+def _heads(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> int:
     bags = a_offsets.shape[0] - 1
+    heads = v.shape[0] // bags if bags else 0
     check(
-        v.shape[0] % bags == 0 if bags else v.shape[0] == 0,
-        f"batched_dense_vec_jagged_2d_mul: {v.shape[0]} vectors for {bags} bags",
+        heads * bags == v.shape[0] and (not heads or a_values.shape[1] % heads == 0),
+        f"batched_dense_vec_jagged_2d_mul: {v.shape[0]} vectors and {a_values.shape[1]} columns for {bags} bags",
     )
-    return v.shape[0] // bags if bags else 0
+    return heads
 
 
 def _by_head(a_values: Tensor, a_offsets: Tensor, max_length: int, heads: int) -> Tensor:
     """`[B, heads, max_length, D]`."""
     dense = _padded(a_values, a_offsets, max_length)
-    return dense.view(dense.shape[0], max_length, heads, -1 if dense.numel() else 0).transpose(1, 2)
+    return dense.view(dense.shape[0], max_length, heads, a_values.shape[1] // heads).transpose(1, 2)
 
 
 def _padded(values: Tensor, offsets: Tensor, max_length: int, padding: float = 0.0) -> Tensor:

@@ -44,10 +44,10 @@ def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
 
 
 def lengths_range(t_in: Tensor, shape: list[int] | None = None) -> Tensor:
-    """`fbgemm::lengths_range`; the shape, if it is given, is that of the result."""
+    """`fbgemm::lengths_range`; the shape, if it is given, says how many results there are, in one dimension."""
     ends = complete_cumsum(t_in.reshape(-1))
     size = read_scalar(ends[-1]) if shape is None else math.prod(shape)
-    return offsets_range(ends, size).view(-1 if shape is None else shape)
+    return offsets_range(ends, size)
 
 
 def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ def test_sizes_that_do_not_fit_raise():
         fbgemm.jagged_dense_bmm(moved(LINES), moved(OFFSETS), moved(floats(5, 2, 3)), 4)
     with pytest.raises(RuntimeError, match="jagged_jagged_bmm: 12 and 10 vectors"):
         fbgemm.jagged_jagged_bmm(moved(LINES), moved(floats(10, 2)), moved(OFFSETS), 4)
-    with pytest.raises(RuntimeError, match="5 vectors for 6 bags"):
+    with pytest.raises(RuntimeError, match="5 vectors and 6 columns for 6 bags"):
         fbgemm.batched_dense_vec_jagged_2d_mul(moved(floats(5, 4)), moved(floats(CAPACITY, 6)), moved(OFFSETS))
     with pytest.raises(ValueError, match="num_indices add up to 3"):
         fbgemm.batch_index_select_dim0(moved(floats(6)), moved(torch.tensor([0])), [3], [3], [2])

@@ -1,4 +1,4 @@
-"""The jagged ops on the device against their CPU ops, FBGEMM's names and TorchRec's jagged tensors, and what they move.
+"""The jagged ops on the device against their CPU ops, FBGEMM's names over all kinds of data, and what they move.
 
 Values move to the device before and to the host after; between, nothing data-sized may: the shim counts.
 """
@@ -8,17 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    KeyedTensor,
-)
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
-from torchrec.sparse.jagged_tensor import permute_multi_embedding, regroup_kts
 
 from tests.emulated.runtime import Kind, record, recorded
 from tests.kernels.tools.jagged import KINDS, make
@@ -225,43 +216,6 @@ def _kjt(kind="mixed", weighted=True):
     )
 
 
-def assert_same_kjt(mine, other):
-    assert mine.keys() == other.keys()
-    for name in ("values", "lengths", "offsets", "weights_or_none"):
-        actual, expected = getattr(mine, name)(), getattr(other, name)()
-        assert (actual is None) == (expected is None)
-        if expected is not None:
-            assert_same(actual, expected)
-
-
-def _renamed(kjt):
-    return KeyedJaggedTensor(["d", "e", "f"], kjt.values(), weights=kjt.weights(), lengths=kjt.lengths())
-
-
-METHODS = {
-    "permute": lambda kjt: [kjt.permute([2, 0, 1]), kjt.permute([1])],
-    "split": lambda kjt: kjt.split([1, 2]),
-    "concat": lambda kjt: [KeyedJaggedTensor.concat([kjt, _renamed(kjt)])],
-    "to_dict": lambda kjt: list(kjt.to_dict().values()),
-    "getitem": lambda kjt: [kjt[key] for key in ("a", "b", "c")],
-}
-
-
-@pytest.mark.parametrize("kind", ["mixed", "all empty", "all in one bag", "some features empty"])
-@pytest.mark.parametrize("method", METHODS)
-def test_keyed_jagged_tensor_methods(method, kind):
-    on_tpu = _kjt(kind).to("tpu")
-    # What TorchRec itself reads once: the number of values of every key, three int64.
-    with no_transfers(largest=24):
-        actual = METHODS[method](on_tpu)
-    for mine, other in zip(actual, METHODS[method](_kjt(kind)), strict=True):
-        if isinstance(other, JaggedTensor):
-            for name in ("values", "lengths", "offsets", "weights"):
-                assert_same(getattr(mine, name)(), getattr(other, name)())
-        else:
-            assert_same_kjt(mine, other)
-
-
 def _variable_stride(device):
     return KeyedJaggedTensor(
         keys=["a", "b"],
@@ -286,16 +240,9 @@ def _bucketized(kjt, device):
 
 
 DISTRIBUTED = {
-    "permute, a stride per key": lambda device: _tensors_of(_variable_stride(device).permute([1, 0])),
-    "split, a stride per key": lambda device: [
-        tensor for part in _variable_stride(device).split([1, 1]) for tensor in _tensors_of(part)
-    ],
     "dist_init": lambda device: _tensors_of(_received(device)),
     "bucketize": lambda device: _bucketized(_received(device), device),
     "bucketize, a stride per key": lambda device: _bucketized(_variable_stride(device), device),
-    "from_dense": lambda device: JaggedTensor.from_dense(
-        [torch.ones(2, device=device), torch.ones(3, device=device)]
-    ).to_dense(),
 }
 
 
@@ -319,74 +266,6 @@ def test_lengths_that_lie_and_strided_tensors():
     actual = fbgemm.permute_2D_sparse_data(moved(order), moved(lengths).t(), moved(torch.arange(14))[::2], None, 7)
     for mine, other in zip(actual[:2], expected[:2], strict=True):
         assert_same(mine, other)
-
-
-def test_keyed_jagged_tensor_without_examples():
-    """Case 01."""
-    empty = KeyedJaggedTensor(["a", "b"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64))
-    on_tpu = KeyedJaggedTensor(["a", "b"], empty.values().to("tpu"), lengths=empty.lengths().to("tpu"))
-    for key, jagged in on_tpu.to_dict().items():
-        assert jagged.values().numel() == 0
-        assert jagged.offsets().tolist() == empty[key].offsets().tolist() == [0]
-    assert on_tpu.permute([1, 0]).keys() == ["b", "a"]
-
-
-@pytest.mark.parametrize("kind", ["mixed", "all empty", "all in one bag"])
-def test_jagged_tensor_to_padded_dense(kind):
-    """Case 04."""
-    mine, other = _kjt(kind).to("tpu")["b"], _kjt(kind)["b"]
-    mine.offsets()
-    with no_transfers():
-        dense, weights = mine.to_padded_dense(5, -1.0), mine.to_padded_dense_weights(5, 9.0)
-    assert_same(dense, other.to_padded_dense(5, -1.0))
-    assert_same(weights, other.to_padded_dense_weights(5, 9.0))
-    assert_same(mine.to_padded_dense(), other.to_padded_dense())  # TorchRec reads the longest length
-
-
-GROUPS = {"once": [["z", "x"], ["y"]], "repeated": [["z", "x"], ["y", "x"]]}
-
-
-@pytest.mark.parametrize("function", [KeyedTensor.regroup, permute_multi_embedding, regroup_kts])
-@pytest.mark.parametrize("groups", GROUPS)
-def test_keyed_tensor_regroup(function, groups):
-    first, second = torch.rand(BATCH_SIZE, 48), torch.rand(BATCH_SIZE, 16)
-    results = []
-    for device in ("tpu", "cpu"):
-        given = [first.to(device).requires_grad_(), second.to(device).requires_grad_()]
-        keyed = [KeyedTensor(["x", "y"], [16, 32], given[0]), KeyedTensor(["z"], [16], given[1])]
-        if device == "tpu":
-            with no_transfers(largest=SMALL):
-                outputs = function(keyed, GROUPS[groups])
-        else:
-            outputs = function(keyed, GROUPS[groups])
-        sum((output * output).sum() for output in outputs).backward()
-        results.append([*outputs, *(tensor.grad for tensor in given)])
-    for mine, other in zip(*results, strict=True):
-        assert_same(mine, other)
-
-
-def test_embedding_collections_train_unchanged():
-    """TorchRec's own unpooled and pooled collections, forward and gradient."""
-    common = [dict(name="t", embedding_dim=8, num_embeddings=1000, feature_names=["a", "b"])]
-    common.append(dict(name="u", embedding_dim=8, num_embeddings=1000, feature_names=["c"]))
-    collections = (
-        EmbeddingCollection(tables=[EmbeddingConfig(**table) for table in common]),
-        EmbeddingBagCollection(tables=[EmbeddingBagConfig(**table) for table in common]),
-    )
-    for collection in collections:
-        weights = {name: weight.detach().clone() for name, weight in collection.state_dict().items()}
-        results = []
-        for device in ("cpu", "tpu"):
-            features = _kjt("some features empty", weighted=False).to(device)
-            collection.load_state_dict(weights)
-            collection.to(device)
-            outputs = collection(features)
-            found = [outputs.values()] if isinstance(outputs, KeyedTensor) else [v.values() for v in outputs.values()]
-            sum((values * values).sum() for values in found).backward()
-            results.append([*found, *(weight.grad.clone() for weight in collection.parameters())])
-            collection.zero_grad()
-        for other, mine in zip(*results, strict=True):
-            assert_same(mine, other)
 
 
 def test_a_compiled_function_keeps_its_jagged_ops():

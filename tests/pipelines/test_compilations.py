@@ -110,7 +110,7 @@ def test_more_programs_than_torchs_limit_of_8_are_made_and_counted():
 
 def test_a_routed_batch_is_told_by_the_sizes_of_its_exchange_which_have_no_upper_limit():
     route = DeviceRoute(Sizes(8, 16, 0, 1 << 20), *[None] * 12)
-    features = RoutedFeatures((route,), torch.zeros(2, 40), 4, 8, torch.zeros(1), 0, None)
+    features = RoutedFeatures((route,), torch.zeros(2, 40), 4, 8, torch.zeros(1), 0, None, frozenset({0}))
     batch = RoutedBatch(None, features, None, None, 4, 8)
     counted = Counted(on_recompile="error")
 

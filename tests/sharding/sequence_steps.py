@@ -66,8 +66,8 @@ class BagsAndSequences(nn.Module):
         return (pooled**2).sum() + sum((sum_of_places(one) ** 2).sum() for one in self.sequences(features).values())
 
 
-def bags_and_sequences(rank: int, case: Case) -> dict:
-    """Train both kinds on the same features; how far the tables are from those of one process."""
+def bags_and_sequences(rank: int, case: Case, inline: bool) -> dict:
+    """Train both kinds on the same features; how far tables and state are from those of one process."""
     num_ranks = dist.get_world_size()
     sequences = sequence_configs_of(case)
     for config in sequences:
@@ -75,7 +75,7 @@ def bags_and_sequences(rank: int, case: Case) -> dict:
 
     def make() -> BagsAndSequences:
         torch.manual_seed(3)
-        bags = FusedEmbeddingBagCollection(configs_of(case), OPTIMIZERS["sgd"], case.weighted)
+        bags = FusedEmbeddingBagCollection(configs_of(case), OPTIMIZERS["adamw"], case.weighted)
         return BagsAndSequences(bags, FusedEmbeddingCollection(sequences, OPTIMIZERS["adam"])).double()
 
     alone, model = make(), shard(make(), with_sequences(plan_of(case, num_ranks)))
@@ -83,11 +83,14 @@ def bags_and_sequences(rank: int, case: Case) -> dict:
     start = {name: tensor.clone() for name, tensor in alone.state_dict().items()}
     for batch in batches_of(case):
         alone(batch.jagged(case.weighted)).backward()
-        model(router.prepare(batch.part(*cut(case, rank, num_ranks)).jagged(case.weighted)).features).backward()
+        mine = batch.part(*cut(case, rank, num_ranks)).jagged(case.weighted)
+        model(mine if inline else router.prepare(mine).features).backward()
         reducer.reduce()
-    wanted, found = alone.state_dict(), gathered(model)
-    assert all(not torch.equal(start[name], tensor) for name, tensor in wanted.items())
-    worst = max((found[f"model.{name}"] - tensor).abs().max().item() for name, tensor in wanted.items())
+    assert all(not torch.equal(start[name], tensor) for name, tensor in alone.state_dict().items())
+    wanted = {f"model.{name}": tensor for name, tensor in alone.state_dict().items()}
+    wanted |= {f"optimizer.{name}": tensor for name, tensor in fused_optimizer_state_dict(alone).items()}
+    found = gathered(model)
+    worst = max((found[name] - tensor).abs().max().item() for name, tensor in wanted.items())
     return {"worst": worst, "collectives": exchange_stats(model)["collectives_per_step"]}
 
 

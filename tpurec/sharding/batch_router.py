@@ -13,10 +13,10 @@ from torchrec import KeyedJaggedTensor
 from tpurec.embeddings.jagged import to_torch
 from tpurec.errors import DataError
 from tpurec.features.packing import PackedBatch
-from tpurec.sharding.host_batch import Batch, HostBatch, jagged_of, read_batch, with_empty_features
+from tpurec.sharding.host_batch import Batch, HostBatch, empty_batch, jagged_of, read_batch
 from tpurec.sharding.modules import exchange_of, sharded_collections
 from tpurec.sharding.routed import DeviceRoute, RoutedBatch, RoutedFeatures, SequenceIds, StackConstants
-from tpurec.sharding.routing import Sizes, StackRoute, StackRouter, StackRouting, check_ids, raise_to_rungs, sizes_of
+from tpurec.sharding.routing import Sizes, StackRoute, StackRouter, StackRouting, raise_to_rungs, sizes_of
 from tpurec.sharding.sharded_collection import ShardedCollection
 
 _REFUSED = -1  # in the place of a number of labelled examples
@@ -166,16 +166,19 @@ class BatchRouter:
                     needed.setdefault(name)
                 else:
                     needed[name] = self._weighted[number] or bool(needed.get(name))
-        every = dict.fromkeys(name for collection in self._collections for name in collection.feature_names)
-        spare = [name for name in every if name not in needed]
         try:
-            host = with_empty_features(read_batch(batch, needed), spare)
-            check_ids(host, self._routers)
+            host = read_batch(batch, needed)
+            for router in self._routers:
+                if router.stack.collection in collections:
+                    router.check(host)
         except DataError:
             self._gather(np.full(self._num_needs, _REFUSED, dtype=np.int64))  # the others wait for this rank
             raise
-        routings = [router.route(host) for router in self._routers]
-        areas = self._area_needs(host)
+        # A feature of several collections has no ids for those that are not meant.
+        empty = empty_batch(host.num_examples, [name for one in self._collections for name in one.feature_names])
+        hosts = [host if number in collections else empty for number in range(len(self._collections))]
+        routings = [router.route(hosts[router.stack.collection]) for router in self._routers]
+        areas = self._area_needs(hosts)
         mine = [num_labelled, host.num_examples, *(need for routing in routings for need in routing.needs), *areas]
         everyone = self._gather(np.array(mine, dtype=np.int64))
         refused = np.flatnonzero(everyone[:, 0] == _REFUSED)
@@ -198,18 +201,19 @@ class BatchRouter:
             torch.from_numpy(starts[:-1]).to(exchange.device),
             int(starts[-1]),
             exchange.wire,
-            self._sequences(host, sizes),
+            frozenset(collections),
+            self._sequences(hosts, sizes),
         )
         self._count(host, routings, sizes, ranks)
         return features, int(everyone[:, 0].sum())
 
-    def _sequences(self, host: HostBatch, sizes: Sequence[Sizes]) -> dict[int, SequenceIds]:
+    def _sequences(self, hosts: Sequence[HostBatch], sizes: Sequence[Sizes]) -> dict[int, SequenceIds]:
         found = {}
         for number, arrangement in self._exchange.sequences.items():
             collection, capacities = self._collections[number], arrangement.capacities(sizes)
             features = [name for table in collection.tables for name in table.feature_names]
             need_ids = collection.need_indices()
-            found[number] = SequenceIds.of(host, features, capacities, need_ids, self._exchange.device)
+            found[number] = SequenceIds.of(hosts[number], features, capacities, need_ids, self._exchange.device)
         return found
 
     @property
@@ -222,9 +226,9 @@ class BatchRouter:
         dist.all_gather(found, own, group=self._group)
         return torch.stack(found).numpy()
 
-    def _area_needs(self, host: HostBatch) -> list[int]:
-        tables = (self._exchange.tables[number].config for number in self._exchange.area_tables)
-        return [sum(len(host.values[name]) for name in table.feature_names) for table in tables]
+    def _area_needs(self, hosts: Sequence[HostBatch]) -> list[int]:
+        tables = [self._exchange.tables[number] for number in self._exchange.area_tables]
+        return [sum(len(hosts[one.collection].values[name]) for name in one.config.feature_names) for one in tables]
 
     def _area_limits(self) -> np.ndarray:
         tables = (self._exchange.tables[number].config for number in self._exchange.area_tables)

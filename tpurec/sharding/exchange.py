@@ -212,7 +212,7 @@ class Exchange:
             num_rows, num_bags = route.sizes.rows * stack.width, stack.num_answers * features.padded_size * stack.width
             parts = [received.narrow(1, at, num_rows), received.narrow(1, at + num_rows, num_bags)]
             at += num_rows + num_bags
-            if stack.frozen:
+            if stack.frozen or stack.collection not in features.collections:
                 continue
             if not num_rows + num_bags:
                 # No rank has had an id yet: no row moves, but the update counts, as it does for an unsharded table.

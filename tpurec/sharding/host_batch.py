@@ -128,27 +128,19 @@ def _keep(host: HostBatch, name: str, ids: np.ndarray, lengths: np.ndarray, weig
         host.weights[name] = weights
 
 
-def with_empty_features(host: HostBatch, spare: Sequence[str]) -> HostBatch:
-    """Add features without ids.
+def empty_batch(num_examples: int, features: Sequence[str]) -> HostBatch:
+    """Make a batch without ids.
 
     Args:
-        host: a batch.
-        spare: names of the features to add.
+        num_examples: how many.
+        features: their names.
 
     Returns:
-        The batch with them.
+        The batch.
     """
-    if not spare:
-        return host
     none, no_weights = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-    zeros = np.zeros(host.num_examples, dtype=np.int32)
-    return HostBatch(
-        host.num_examples,
-        {**dict.fromkeys(spare, none), **host.values},
-        {**dict.fromkeys(spare, zeros), **host.lengths},
-        {**dict.fromkeys(spare, no_weights), **host.weights},
-        host.with_skipped,
-    )
+    lengths = dict.fromkeys(features, np.zeros(num_examples, dtype=np.int32))
+    return HostBatch(num_examples, dict.fromkeys(features, none), lengths, dict.fromkeys(features, no_weights))
 
 
 def jagged_of(batch: TorchBatch | KeyedJaggedTensor) -> KeyedJaggedTensor:

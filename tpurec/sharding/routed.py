@@ -150,6 +150,7 @@ class RoutedFeatures:
         areas: int64 `[num_areas + 1]`, see `tpurec.sharding.column_squares`.
         squares_size: all areas together.
         wire: carries the ids.
+        collections: numbers of those that the ids are for; the others take no step.
         sequences: by number of collection, for sequence collections.
     """
 
@@ -160,6 +161,7 @@ class RoutedFeatures:
     areas: Tensor
     squares_size: int
     wire: Wire
+    collections: frozenset[int]
     sequences: Mapping[int, SequenceIds] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)  # of the collections that have not asked for theirs yet
     _received: Tensor | None = None

@@ -147,6 +147,18 @@ class StackRouter:
         bag_ids = sizes.bag_ids * (2 if self.weighted else 1)
         return sizes.rows + self.stack.num_answers * batch_size + bag_ids
 
+    def check(self, batch: HostBatch) -> None:
+        """Refuse an id that is not a row.
+
+        Args:
+            batch: this rank's ids.
+
+        Raises:
+            DataError: naming feature, table, id and position.
+        """
+        for lookups in (self._fixed, self._split, self._local):
+            lookups.check(batch)
+
     def route(self, batch: HostBatch) -> StackRouting:
         """Find owners and distinct rows.
 
@@ -336,21 +348,6 @@ class StackRouting:
                 of_bag[:] = 0
                 np.divide(1, sums, out=of_bag, where=sums != 0, casting="same_kind")
         return scales
-
-
-def check_ids(batch: HostBatch, routers: Sequence[StackRouter]) -> None:
-    """Refuse an id that is not a row.
-
-    Args:
-        batch: the ids.
-        routers: of all stacks.
-
-    Raises:
-        DataError: naming feature, table, id and position.
-    """
-    for router in routers:
-        for lookups in (router._fixed, router._split, router._local):
-            lookups.check(batch)
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

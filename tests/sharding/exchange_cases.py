@@ -103,8 +103,8 @@ def sequence_configs_of(case: Case) -> list[EmbeddingConfig]:
     return [EmbeddingConfig(**{name: getattr(config, name) for name in names}) for config in configs_of(case)]
 
 
-def plan_of(case: Case, num_ranks: int) -> Plan:
-    """A plan with the shardings that the case asks for, owners dealt in turn."""
+def plan_of(case: Case, num_ranks: int, optimizer: str = "adam") -> Plan:
+    """A plan with the shardings that the case asks for, owners dealt in turn; Adam has of all the most state."""
     placed, turn = [], 0
     everyone = tuple(range(num_ranks))
     for number, table in enumerate(case.tables):
@@ -114,6 +114,7 @@ def plan_of(case: Case, num_ranks: int) -> Plan:
             table.dim,
             tuple(FeatureSpec(f"f{number}_{f}", 1.0) for f in range(len(table.max_ids))),
             pooling=table.pooling,
+            optimizer=optimizer,
         )
         kind, _, count = table.sharding.partition(":")
         columns = (0, table.dim)

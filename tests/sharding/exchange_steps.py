@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -190,6 +192,9 @@ def refused(rank: int, case: Case) -> dict[str, str]:
     try_it("no such feature", lambda: router.prepare(jagged([0], keys=("other",))))
     try_it("weights", lambda: router.prepare(jagged([0], weights=torch.ones(1))))
     try_it("other world", lambda: shard(build(case), plan_of(case, num_ranks + 1)))
+    with_moments = build(dataclasses.replace(case, optimizer="rowwise_adam"))
+    try_it("more state", lambda: shard(with_moments, plan_of(case, num_ranks, "row_wise_adagrad")))
+    try_it("less state", lambda: shard(build(case), plan_of(case, num_ranks, "row_wise_adagrad")))
     try_it("wire", lambda: shard(build(case), plan_of(case, num_ranks), wire_dtype=torch.float16))
     try_it("moved", lambda: model.to(torch.float64))
     try_it("nothing fused", lambda: shard(nn.Linear(1, 1), plan_of(case, num_ranks)))
@@ -302,6 +307,33 @@ def frozen_tables(rank: int, case: Case) -> bool:
         reducer.reduce()
     after = gathered(model)
     return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def partly_frozen(rank: int, case: Case) -> list[dict[str, torch.Tensor]]:
+    """Weights and optimizer state of a model of which every other table is frozen: sharded, and not."""
+    num_ranks, found = dist.get_world_size(), []
+    for is_sharded in (True, False):
+        model = build(case)
+        for bag in list(model.embeddings.embedding_bags.values())[::2]:
+            bag.weight.requires_grad_(False)
+        if is_sharded:
+            model = shard(model, plan_of(case, num_ranks))
+            router, reducer = BatchRouter(model), dense_gradient_reducer(model)
+        for batch in batches_of(case):
+            features = batch.jagged(case.weighted)
+            if is_sharded:
+                features = router.prepare(batch.part(*cut(case, rank, num_ranks)).jagged(case.weighted)).features
+            (model.embeddings(features).values() ** 2).sum().backward()
+            if is_sharded:
+                reducer.reduce()
+        if is_sharded:
+            found.append(gathered(model))
+        else:
+            tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+            found.append(
+                tensors | {f"optimizer.{n}": tensor for n, tensor in fused_optimizer_state_dict(model).items()}
+            )
+    return found
 
 
 def one_batch_twice(rank: int, case: Case) -> float:

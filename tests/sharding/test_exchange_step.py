@@ -15,6 +15,15 @@ from tests.sharding.world import World
 
 pytestmark = pytest.mark.multiprocess
 
+# Every other one is frozen.
+FROZEN_AND_NOT = (
+    (20, 8, "unique_rows"),
+    (30, 8, "table_wise"),
+    (9, 8, "data_parallel"),
+    (40, 8, "column_wise:2"),
+    (25, 16, "table_wise"),
+)
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
@@ -96,6 +105,8 @@ def test_what_cannot_be_is_refused_by_name(world: World) -> None:
         "no such feature": ("'f0_0'", "other"),
         "weights": ("weights",),
         "other world": ("4 ranks", "has 3"),
+        "more state": ("'t0'", "1 numbers of optimizer state", "'row_wise_adagrad'", "RowWiseAdam keeps 9"),
+        "less state": ("nothing",),
         "wire": ("float16",),
         "moved": ("cannot be moved or converted",),
         "nothing fused": ("Linear", "no fused collection"),
@@ -125,6 +136,18 @@ def test_batches_of_any_size_follow_each_other(world: World) -> None:
 
 def test_frozen_tables_keep_their_bits(world: World) -> None:
     assert all(world.run(exchange_steps.frozen_tables, Case(MIXTURE, "rowwise_decay", weighted=True, steps=2)))
+
+
+@pytest.mark.parametrize("optimizer", ("adam", "rowwise_adam"))
+def test_frozen_tables_count_updates_as_they_do_unsharded(world: World, optimizer: str) -> None:
+    """Frozen tables with and without trained ones of their dim; a checkpoint of either loads into the other."""
+    tables = [Table(rows, dim, kind, (2,)) for rows, dim, kind in FROZEN_AND_NOT]
+    for sharded, alone in world.run(exchange_steps.partly_frozen, Case(tuple(tables), optimizer, double=True, steps=3)):
+        assert sharded.keys() <= alone.keys() and len(sharded) == 4 * len(tables)
+        counts = [int(sharded[f"optimizer.embeddings.embedding_bags.t{number}.step"]) for number in range(len(tables))]
+        assert counts == [3, 3, 3, 3, 0]
+        for name, tensor in sharded.items():
+            assert (tensor - alone[name].double()).abs().max() < 1e-10, name
 
 
 def test_a_routed_batch_may_be_used_again(world: World) -> None:

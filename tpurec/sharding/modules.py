@@ -11,18 +11,20 @@ from torch import nn
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from tpurec.embeddings.fuse import FusedCollection, fused_collections
+from tpurec.embeddings.optimizers import EmbeddingOptimizer
 from tpurec.embeddings.sequence import FusedEmbeddingCollection
 from tpurec.errors import ConfigError
 from tpurec.sharding.exchange import Exchange
 from tpurec.sharding.initial_values import load_initial_values
 from tpurec.sharding.pieces import TensorPiece, pieces_of
-from tpurec.sharding.placement import make_stacks, tables_of
+from tpurec.sharding.placement import ShardedTable, make_stacks, tables_of
 from tpurec.sharding.plan import Plan
 from tpurec.sharding.sharded_collection import (
     ShardedCollection,
     ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
 )
+from tpurec.sharding.tables import OPTIMIZER_STATE
 from tpurec.sharding.wire import Wire
 
 
@@ -55,7 +57,8 @@ def shard(
         The model; or the sharded collection, if `model` is itself a collection.
 
     Raises:
-        ConfigError: no fused collection, a plan for another number of ranks or other tables, or another wire_dtype.
+        ConfigError: no fused collection, a plan for another number of ranks, other tables or an optimizer with less
+            state, or another wire_dtype.
 
     Example:
         >>> model = shard(fuse(model, RowWiseAdagrad(lr=0.1)), Plan.load("plan.json"))
@@ -73,6 +76,8 @@ def shard(
             f"Plan for {num_ranks} ranks, or start {plan.topology.num_ranks} processes.",
         )
     tables = tables_of(plan, [_described(collection) for collection in collections])
+    for table in tables:
+        _check_state(table, collections[table.collection].optimizer)
     given = collections[0].device
     device = torch.device(device or ("cpu" if given.type == "meta" else given))
     if num_ranks == 1:
@@ -106,6 +111,19 @@ def _described(collection: FusedCollection) -> tuple[list[EmbeddingBagConfig], l
         configs = bags.embedding_bag_configs()
     weights = [bags.embedding_bags[config.name].weight for config in configs]
     return configs, [weight.dtype for weight in weights], [not weight.requires_grad for weight in weights]
+
+
+def _check_state(table: ShardedTable, optimizer: EmbeddingOptimizer) -> None:
+    """Refuse an optimizer with more state than the plan has room for; less is as good."""
+    planned, kinds = table.placed.table.optimizer, [kind for _, kind in optimizer.states]
+    dim, (per_row, per_element) = table.config.embedding_dim, OPTIMIZER_STATE[planned]
+    held, counted = kinds.count("row") + kinds.count("element") * dim, per_row + per_element * dim
+    if held > counted:
+        raise ConfigError(
+            f"table {table.config.name!r}: the plan has room for {counted} numbers of optimizer state a row "
+            f"(optimizer = {planned!r}), {type(optimizer).__name__} keeps {held}: ranks may run out of memory.",
+            "Plan the table with the optimizer that the model is fused with.",
+        )
 
 
 def _replaced(model: nn.Module, sharded: dict[int, ShardedCollection]) -> nn.Module:

@@ -148,8 +148,23 @@ class ShardedCollection(nn.Module):
                     found += pieces_of_shard(name, place.shard, self._rank, shape[:dims], tensors)
                 elif place.shard.columns[0] == 0:
                     writes = self._rank == place.shard.ranks[0]
-                    found.append(TensorPiece(name, (), 0, 1, None, tensors[0], writes))
+                    found.append(TensorPiece(name, (), 0, 1, None, self._counter(place, tensors[0]), writes))
         return found
+
+    def _counter(self, place: Place, own: Tensor) -> Tensor:
+        """The number of updates of a place's table.
+
+        A frozen table is in a storage that takes no step. Unsharded it shares one, and its counter, with the tables of
+        its dim, dtype and pooling: so it does in checkpoints, which must be the same.
+        """
+        table = self._exchange.tables[place.table]
+        for storage, other, config in self._places() if table.frozen else ():
+            mate = self._exchange.tables[other.table]
+            ours, theirs = ((one.config.embedding_dim, one.dtype, one.config.pooling) for one in (table, mate))
+            if not mate.frozen and ours == theirs:
+                (counter,) = storage.states(other, self._rank, config.num_embeddings)["step"]
+                return counter
+        return own
 
     def give_router(self, router: Callable[[], Any]) -> None:
         """Let the collection route KeyedJaggedTensors that it is given.

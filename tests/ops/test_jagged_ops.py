@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.tools.jagged import KINDS, make
+from tpurec.ops._tpu_jagged import IMPLEMENTATIONS
 from tpurec.ops.jagged_bounds import IdOutOfRange, check_ids, fix_bounds, raise_out_of_range
 from tpurec.ops.jagged_bucketize import block_bucketize
 from tpurec.ops.jagged_dense import dense_to_jagged, jagged_dense_add, jagged_dense_multiply, jagged_to_padded_dense
@@ -94,6 +95,10 @@ def test_opcheck(op, arguments):
         # The check itself adds outputs of integers and floats up if they have gradients; those are checked below.
         arguments = [item.detach() if isinstance(item, torch.Tensor) else item for item in arguments]
     torch.library.opcheck(op, arguments)
+
+
+def test_every_op_that_is_bound_to_the_device_is_checked():
+    assert {op for op, _ in IMPLEMENTATIONS} <= set(ARGUMENTS)
 
 
 DIFFERENTIABLE = [

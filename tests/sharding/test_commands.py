@@ -393,6 +393,21 @@ def test_a_torchrec_model_is_planned_by_its_collections(tmp_path, monkeypatch):
     assert found.assumptions.dense_parameters == 32 + 72 + 48 + 5
 
 
+def test_tables_of_one_name_in_two_collections_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "twice_model.py").write_text(
+        "import torch\n"
+        "from torchrec import EmbeddingBagCollection as Bags, EmbeddingBagConfig as Config\n"
+        "def bags(rows):\n"
+        "    return Bags(tables=[Config(name='t', num_embeddings=rows, embedding_dim=8, feature_names=[f'f{rows}'])],\n"
+        "                device=torch.device('meta'))\n"
+        "def make():\n"
+        "    return torch.nn.ModuleList([bags(100), bags(200)])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="two collections have different tables of the name 't'"):
+        read_source("twice_model:make")
+
+
 @pytest.mark.parametrize("option", ["--out", "--report"])
 def test_a_place_that_cannot_be_written_is_refused_before_planning(run, tables, tmp_path, monkeypatch, option):
     monkeypatch.setattr("tpurec.sharding.planner.plan", lambda *_: pytest.fail("planned"))

@@ -228,7 +228,13 @@ def _from_model(source: str) -> TableList:
                 weighted = method == "embedding_bag_configs" and bool(module.is_weighted())
                 for config in getattr(module, method)():
                     pooling = config.pooling.name.lower() if method == "embedding_bag_configs" else "none"
-                    configs.setdefault(config.name, (config, weighted, pooling))
+                    first, _, _ = configs.setdefault(config.name, (config, weighted, pooling))
+                    shapes = [(one.num_embeddings, one.embedding_dim, one.feature_names) for one in (first, config)]
+                    if shapes[0] != shapes[1]:  # alike: a wrapper shows what the module in it has
+                        raise ConfigError(
+                            f"{source}: two collections have different tables of the name {config.name!r}.",
+                            "Give each table its own name.",
+                        )
     if not configs:
         raise ConfigError(
             f"{source}: the model has no EmbeddingBagCollection or EmbeddingCollection.", "Return the whole model."

@@ -13,8 +13,8 @@ def distribute(model: Any, path: str, sharding: str, optimizer: str, lr: float) 
     Args:
         model: with an `EmbeddingBagCollection`.
         path: of the collection.
-        sharding: `table_wise` (tables dealt in turn) or `row_wise`.
-        optimizer: `sgd` or `rowwise_adagrad`.
+        sharding: `table_wise` (tables dealt in turn), `row_wise` or `column_wise` (over all ranks).
+        optimizer: `sgd`, `adagrad` or `rowwise_adagrad`; FBGEMM's CPU kernels have no other.
         lr: learning rate of the tables.
 
     Returns:
@@ -25,19 +25,23 @@ def distribute(model: Any, path: str, sharding: str, optimizer: str, lr: float) 
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+    from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-    kinds = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    kinds = {
+        "sgd": EmbOptimType.EXACT_SGD,
+        "adagrad": EmbOptimType.EXACT_ADAGRAD,
+        "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    }
     sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": kinds[optimizer], "learning_rate": lr})
     collection, num_ranks = model.get_submodule(path), dist.get_world_size()
     names = [config.name for config in collection.embedding_bag_configs()]
-    placed = {
-        name: table_wise(rank=number % num_ranks, compute_kernel="fused")
-        if sharding == "table_wise"
-        else row_wise(compute_kernel="fused")
-        for number, name in enumerate(names)
+    shardings = {
+        "table_wise": lambda number: table_wise(rank=number % num_ranks, compute_kernel="fused"),
+        "row_wise": lambda number: row_wise(compute_kernel="fused"),
+        "column_wise": lambda number: column_wise(ranks=list(range(num_ranks)), compute_kernel="fused"),
     }
+    placed = {name: shardings[sharding](number) for number, name in enumerate(names)}
     plan = construct_module_sharding_plan(
         collection, placed, sharder, local_size=num_ranks, world_size=num_ranks, device_type="cpu"
     )

@@ -108,10 +108,22 @@ def world(tmp_path_factory: pytest.TempPathFactory):
     started.close()
 
 
-@pytest.mark.parametrize("optimizer", ("sgd", "rowwise_adagrad"))
-@pytest.mark.parametrize(
-    ("sharding", "kind"), (("table_wise", "table_wise"), ("row_wise", "unique_rows"), ("row_wise", "partial_pools"))
-)
+KINDS = {"table_wise": ["table_wise"], "row_wise": ["unique_rows", "partial_pools"], "column_wise": ["column_wise:2"]}
+# FBGEMM's CPU kernels have these, and not Adam; and TorchRec's column shards keep an accumulator a row each, where ours
+# share that of the whole row, so that columns change no number.
+# Adagrad's first steps are as long as the rate, whatever the gradient: the last bits of small ones count manifold, most
+# of all where each element has an accumulator.
+TOLERANCES = {"sgd": 1e-6, "rowwise_adagrad": 1e-5, "adagrad": 1e-4}
+CASES = [
+    (sharding, kind, optimizer)
+    for sharding, kinds in KINDS.items()
+    for kind in kinds
+    for optimizer in TOLERANCES
+    if (sharding, optimizer) != ("column_wise", "rowwise_adagrad")
+]
+
+
+@pytest.mark.parametrize(("sharding", "kind", "optimizer"), CASES)
 def test_torchrec_trains_the_same_and_sends_no_less(world: World, sharding: str, kind: str, optimizer: str) -> None:
     tables = (
         Table(64, 8, kind, (1,)),
@@ -121,7 +133,6 @@ def test_torchrec_trains_the_same_and_sends_no_less(world: World, sharding: str,
     )
     for answer in world.run(train_both, Case(tables, optimizer, batch_size=64, steps=3), sharding):
         assert answer["moved"] > 1e-3
-        # Adagrad's first steps are as long as the rate, whatever the gradient: its last bits count a hundredfold.
-        assert answer["worst"] <= (1e-6 if optimizer == "sgd" else 1e-5)
+        assert answer["worst"] <= TOLERANCES[optimizer]
         if kind == "unique_rows":  # with batches this small the rungs of table-wise ids weigh more than they save
             assert answer["own_bytes"] <= answer["their_bytes"]

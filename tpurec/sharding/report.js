@@ -137,8 +137,8 @@ function drawMap(one) {
   }
   const dims = [...one.dims, 1, 1].slice(0, 3), axes = one.dims.length < 3 ? [0, 1, 2] : [0, 1, 2].sort((a, b) => dims[b] - dims[a] || a - b);
   wide = dims[axes[0]]; high = dims[axes[1]];
-  const deep = dims[axes[2]], room = Math.min(880, at("layers").clientWidth || 880), beside = Math.min(deep, Math.max(1, Math.floor(room / 200)));
-  const size = Math.max(5, Math.min(deep > 1 ? 34 : 48, Math.floor((room - 14 * beside) / (wide * beside)) - 1)), large = size >= 16;
+  const deep = dims[axes[2]], room = Math.min(880, at("layers").clientWidth || 880), beside = Math.min(deep, Math.max(1, Math.floor(room / Math.max(200, 9 * wide))));
+  const size = Math.max(3, Math.min(deep > 1 ? 34 : 48, Math.floor((room - 14 * beside) / (wide * beside)) - 1)), large = size >= 16;
   at("layers").className = large ? "layers large" : "layers";
   for (let z = 0; z < deep; z++) {
     const grid = el("div", { className: "grid" });

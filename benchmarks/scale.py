@@ -143,6 +143,9 @@ def _streams(options: argparse.Namespace) -> list[Stream]:
     from tpurec.sharding.sources import read_source
 
     drawn = read_source(options.tables)
+    unpooled = [table.name for table in drawn.tables if table.pooling == "none"]
+    if unpooled:
+        raise SystemExit(f"{options.tables}: table {unpooled[0]!r} has pooling 'none'; only bags are trained here.")
     streams = [Stream("generated", drawn.tables, drawn.assumptions)]
     if options.data:
         from tpurec.features.schema import Schema

@@ -433,6 +433,17 @@ def test_what_names_no_batch_size_needs_the_option(run, tables):
     assert run(tables, "--slice", "v6e-4", "--batch-size", "64")[0] == 0
 
 
+def test_an_interrupted_plan_is_one_line_and_leaves_no_file(run, tables, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tpurec.sharding.planner.plan", interrupted)
+    before = sorted(tmp_path.iterdir())
+    words = ("--slice", "v6e-4", "--out", tmp_path / "plan.json", "--report", tmp_path / "plan.html")
+    assert run(tables, *words) == (130, "", "error: interrupted.\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_plan_and_report_do_not_overwrite_each_other(run, tables, tmp_path):
     assert run(tables, "--slice", "v6e-4", "--out", tmp_path / "x", "--report", tmp_path / "x")[0] == 2
 

@@ -97,10 +97,11 @@ def _measure_steps(overrides: list[str], rounds: int) -> tuple[float, float, dic
 
     from pipelines.engine_local import LocalSource
     from pipelines.feed import DeviceFeed
+    from pipelines.position import Position
     from pipelines.recipe import read_recipe
     from pipelines.source import find_data
     from pipelines.step import EagerStep, torch_optimizer
-    from pipelines.train_loop import Position, TrainLoop
+    from pipelines.train_loop import TrainLoop
     from tpurec.embeddings import to_torch
     from tpurec.models import build_model, table_optimizer
 

@@ -1,7 +1,6 @@
 """The train loop: plain torch. It takes an iterator of batches and calls back; it knows neither files nor Ray.
 
-What one step is, `pipelines.step` says. `Position` is all the loop remembers between steps besides tensors; it is plain
-JSON, so a checkpoint of tensors and position resumes the run to the bit.
+What one step is, `pipelines.step` says; `Position` is all the loop remembers between steps besides tensors.
 """
 
 from __future__ import annotations
@@ -9,12 +8,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
 from pipelines.feed import DeviceFeed, Feed, Ready
+from pipelines.position import Clock, Position
 from pipelines.reading import SourceBatch
 from pipelines.schedule import Decay, learning_rate_factor
 from pipelines.step import DenseOptimizer, TrainStep
@@ -75,82 +75,6 @@ class TrainConfig:
             raise ValueError(f"learning_rate = {self.learning_rate}: must be above 0")
         if not 0 <= self.final_factor <= 1:
             raise ValueError(f"final_factor = {self.final_factor}: must lie between 0 and 1")
-
-
-@dataclass
-class Position:
-    """Where a run stands; plain JSON.
-
-    Args:
-        step: optimizer steps done.
-        epoch: of the next batch.
-        batch: number in its epoch of the next batch.
-        rows_seen: rows trained on, those without a label included.
-        missing_labels: those among them without a label.
-        label_range: lowest and highest label so far; None before the first.
-        log_loss_sum: of the rows since the last line of training metrics.
-        log_rows: number of those rows.
-        best_score: of the best validation so far, higher is better; None before the first.
-        best_step: its step.
-        validations_without_better: in a row, up to now.
-        finished: no step is left to do.
-        stopped_early: because `patience` ran out.
-        ids: table name to what became of its ids, as `tpurec.features.Counts` has it.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    rows_seen: int = 0
-    missing_labels: int = 0
-    label_range: list[float] | None = None
-    log_loss_sum: float = 0.0
-    log_rows: int = 0
-    best_score: float | None = None
-    best_step: int | None = None
-    validations_without_better: int = 0
-    finished: bool = False
-    stopped_early: bool = False
-    ids: dict[str, dict[str, int]] = field(default_factory=dict)
-
-
-@dataclass
-class Clock:
-    """Where this process's time went, in seconds; not part of a checkpoint.
-
-    Args:
-        wait_seconds: waiting for batches.
-        step_seconds: training steps.
-        other_seconds: validation, checkpoints and logs.
-        steady_rows: rows trained on in steps that compiled nothing.
-        steady_seconds: waiting for and training these.
-    """
-
-    wait_seconds: float = 0.0
-    step_seconds: float = 0.0
-    other_seconds: float = 0.0
-    steady_rows: int = 0
-    steady_seconds: float = 0.0
-
-    def add_step(self, rows: int, wait: float, step: float, compiled: bool) -> None:
-        """Count a step.
-
-        Args:
-            rows: trained on.
-            wait: seconds for the batch.
-            step: seconds in the step.
-            compiled: the step compiled a program: it says nothing about the steps to come.
-        """
-        self.wait_seconds += wait
-        self.step_seconds += step
-        if not compiled:
-            self.steady_rows += rows
-            self.steady_seconds += wait + step
-
-    @property
-    def rows_per_second(self) -> float:
-        """Rows trained on per second of reading and training, without compilation, validation and checkpoints."""
-        return self.steady_rows / self.steady_seconds if self.steady_seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)

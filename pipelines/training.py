@@ -15,11 +15,12 @@ from pipelines.compilations import Compilation
 from pipelines.evaluation import evaluate
 from pipelines.execution import start
 from pipelines.metrics_log import MetricsLog, NoLog
+from pipelines.position import Position
 from pipelines.reading import SourceBatch
 from pipelines.run import Run, last_checkpoint
 from pipelines.sharded_execution import ShardedExecution
 from pipelines.source import Source
-from pipelines.train_loop import Callbacks, Position, TrainLoop
+from pipelines.train_loop import Callbacks, TrainLoop
 from pipelines.training_state import TrainingState, load_weights
 from pipelines.world import SINGLE, World
 from tpurec.embeddings import check_on_device, raise_offence

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipelines.position import Position
 from pipelines.step import TrainStep
-from pipelines.train_loop import Position
 from tpurec.embeddings import fused_optimizer_state_dict
 from tpurec.sharding.checkpoint import Checkpointer, load_checkpoint
 from tpurec.sharding.modules import checkpoint_pieces

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from pipelines.feed import DeviceFeed
+from pipelines.position import Position
 from pipelines.step import EagerStep, torch_optimizer
-from pipelines.train_loop import Callbacks, Position, TrainConfig, TrainLoop
+from pipelines.train_loop import Callbacks, TrainConfig, TrainLoop
 from pipelines.training_state import TrainingState
 from tests.pipelines.test_train_loop import LADDER, a_model, a_step, batches, same, weights
 from tpurec.embeddings import dense_parameters, to_torch

@@ -10,15 +10,10 @@ import torch.nn.functional as F
 
 from pipelines.evaluation import evaluate
 from pipelines.feed import DeviceFeed
+from pipelines.position import Position
 from pipelines.reading import SourceBatch
 from pipelines.step import EagerStep, masked_log_loss, torch_optimizer
-from pipelines.train_loop import (
-    Callbacks,
-    Position,
-    TrainConfig,
-    TrainLoop,
-    total_steps,
-)
+from pipelines.train_loop import Callbacks, TrainConfig, TrainLoop, total_steps
 from pipelines.training_state import TrainingState
 from tests.pipelines.conftest import SCHEMA, click_rows
 from tpurec.embeddings import fused_collections, to_torch

@@ -13,9 +13,10 @@ import torch
 from pipelines.device import EXECUTIONS, DeviceConfig
 from pipelines.evaluation import evaluate
 from pipelines.execution import Execution, start
+from pipelines.position import Position
 from pipelines.reading import SourceBatch
 from pipelines.tpu import EAGER_MODES
-from pipelines.train_loop import Position, TrainConfig
+from pipelines.train_loop import TrainConfig
 from pipelines.training_state import TrainingState, load_weights
 from tests.pipelines.conftest import SCHEMA, click_rows
 from tests.pipelines.test_train_loop import a_model

@@ -6,23 +6,19 @@ the user has not rated yet, and stand beside those of a ranking by popularity.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from examples.movielens.__main__ import tpurec
+from examples.on_movielens import convert_and_train, main
 from examples.ranking import comparison, show
 from examples.sequence.prepare import Sequences, prepare
-from tpurec.errors import TpurecError
 from tpurec.reporting import Reporter
 
 HERE = Path(__file__).parent
-SCHEMA, RECIPE = HERE / "schema.toml", HERE / "recipe.toml"
 K = 10
 
 
@@ -43,13 +39,10 @@ def run(folder: Path, out: Path, seed: int, reporter: Reporter) -> dict[str, Any
         TpurecError: the files are not there, or a command failed.
     """
     started = time.monotonic()
-    raw, data = out / "raw", out / "data"
+    raw = out / "raw"
     found = prepare(folder, raw, seed)
     reporter.log(f"{folder}: {sum(map(len, found.held_out)):,} last movies held out, in {raw}")
-    for part in ("train", "test"):
-        tpurec(reporter, "data", "convert", raw / f"{part}.csv", data / part, "--schema", SCHEMA)
-    places = ("--set", f"data.train={data / 'train'}", "--set", f"data.test={data / 'test'}")
-    trained = tpurec(reporter, "train", RECIPE, *places, "--set", f"train.seed={seed}", "--out", out / "run")
+    trained = convert_and_train(HERE, out, seed, reporter)
     return {
         **comparison(scores(Path(trained["run"]), found), found.seen, found.held_out, K),
         **{key: trained[key] for key in ("log_loss", "steps", "run")},
@@ -87,30 +80,10 @@ def scores(run_folder: Path, found: Sequences) -> np.ndarray:
         return (model.user_vectors(rows["history"]) @ rows["item"].values().T).numpy()
 
 
-def main() -> None:
-    """Parse the options and run.
-
-    Raises:
-        SystemExit: with 1 after a failure, whose reason is on stderr.
-    """
-    parser = argparse.ArgumentParser(prog="python -m examples.sequence", description=__doc__)
-    parser.add_argument("data", metavar="DATA_DIR", type=Path, help="holds ml-100k.inter, ml-100k.user, ml-100k.item")
-    parser.add_argument("--out", type=Path, help="folder for data and RUN; default: build/sequence/seed-SEED")
-    parser.add_argument("--seed", type=int, default=0, help="of the random movies and of training")
-    parser.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
-    options = parser.parse_args()
-    # `import torch` would otherwise look for a TPU, where torch_tpu is installed (docs/embeddings.md).
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    reporter = Reporter(options.json)
-    out = options.out or Path("build/sequence") / f"seed-{options.seed}"
-    try:
-        result = run(options.data, out, options.seed, reporter)
-    except TpurecError as error:
-        sys.exit(f"error: {error}")
-    reporter.result(
-        result, lambda console: show(console, "The movie that a user rates next, out of all unseen", result, K)
-    )
+def shown(console: Console, result: dict[str, Any]) -> None:
+    """Print the result for people."""
+    show(console, "The movie that a user rates next, out of all unseen", result, K)
 
 
 if __name__ == "__main__":
-    main()
+    main("sequence", __doc__, "the random movies and of training", run, shown)

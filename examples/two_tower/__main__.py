@@ -6,23 +6,19 @@ movies, and stand beside those of a ranking by popularity.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from examples.movielens.__main__ import tpurec
+from examples.on_movielens import convert_and_train, main
 from examples.ranking import comparison, show
 from examples.two_tower.prepare import Split, prepare
-from tpurec.errors import TpurecError
 from tpurec.reporting import Reporter
 
 HERE = Path(__file__).parent
-SCHEMA, RECIPE = HERE / "schema.toml", HERE / "recipe.toml"
 K = 20
 
 
@@ -43,14 +39,11 @@ def run(folder: Path, out: Path, seed: int, reporter: Reporter) -> dict[str, Any
         TpurecError: the files are not there, or a command failed.
     """
     started = time.monotonic()
-    raw, data = out / "raw", out / "data"
+    raw = out / "raw"
     split = prepare(folder, raw, seed)
     likes, held_out = (sum(map(len, lists)) for lists in (split.train, split.held_out))
     reporter.log(f"{folder}: {likes:,} likes to learn from and {held_out:,} held out, in {raw}")
-    for part in ("train", "test"):
-        tpurec(reporter, "data", "convert", raw / f"{part}.csv", data / part, "--schema", SCHEMA)
-    places = ("--set", f"data.train={data / 'train'}", "--set", f"data.test={data / 'test'}")
-    trained = tpurec(reporter, "train", RECIPE, *places, "--set", f"train.seed={seed}", "--out", out / "run")
+    trained = convert_and_train(HERE, out, seed, reporter)
     users, items = vectors(Path(trained["run"]), raw / "pairs.csv", split)
     return {
         **comparison(users @ items.T, split.train, split.held_out, K),
@@ -90,28 +83,10 @@ def vectors(run_folder: Path, pairs: Path, split: Split) -> tuple[np.ndarray, np
     return users[: len(split.users)].numpy(), items[: len(split.items)].numpy()
 
 
-def main() -> None:
-    """Parse the options and run.
-
-    Raises:
-        SystemExit: with 1 after a failure, whose reason is on stderr.
-    """
-    parser = argparse.ArgumentParser(prog="python -m examples.two_tower", description=__doc__)
-    parser.add_argument("data", metavar="DATA_DIR", type=Path, help="holds ml-100k.inter, ml-100k.user, ml-100k.item")
-    parser.add_argument("--out", type=Path, help="folder for data and RUN; default: build/two_tower/seed-SEED")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the negatives and training")
-    parser.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
-    options = parser.parse_args()
-    # `import torch` would otherwise look for a TPU, where torch_tpu is installed (docs/embeddings.md).
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    reporter = Reporter(options.json)
-    out = options.out or Path("build/two_tower") / f"seed-{options.seed}"
-    try:
-        result = run(options.data, out, options.seed, reporter)
-    except TpurecError as error:
-        sys.exit(f"error: {error}")
-    reporter.result(result, lambda console: show(console, "Movies that a user likes, out of all unseen", result, K))
+def shown(console: Console, result: dict[str, Any]) -> None:
+    """Print the result for people."""
+    show(console, "Movies that a user likes, out of all unseen", result, K)
 
 
 if __name__ == "__main__":
-    main()
+    main("two_tower", __doc__, "the split, the negatives and training", run, shown)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pytest
 
-from examples.movielens.__main__ import RECIPE, SCHEMA
+from examples.movielens.__main__ import HERE
 from examples.movielens.prepare import prepare
 from tpurec.errors import DataError
 from tpurec.features import Schema, Transformer, to_storage
@@ -45,7 +45,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def _rows(path: Path) -> list[dict]:
-    schema = Schema.load(SCHEMA)
+    schema = Schema.load(HERE / "schema.toml")
     types = dict.fromkeys(schema.columns(keys=True), pa.string())
     return pa_csv.read_csv(path, convert_options=pa_csv.ConvertOptions(column_types=types)).to_pylist()
 
@@ -86,7 +86,7 @@ def test_files_that_do_not_fit_are_named(tiny, tmp_path):
 
 def test_the_schema_knows_every_id_of_the_real_data(shared_data, tmp_path):
     prepare(shared_data, tmp_path, seed=0)
-    schema = Schema.load(SCHEMA)
+    schema = Schema.load(HERE / "schema.toml")
     for part, rows in (("train", 90_000), ("test", 10_000)):
         table, problems = to_storage(pa.Table.from_pylist(_rows(tmp_path / f"{part}.csv")), schema, part)
         counts = Transformer(schema)(table).counts
@@ -107,5 +107,5 @@ def test_the_recipe_reaches_its_auc_on_rows_it_never_saw(shared_data, tmp_path):
 def test_the_recipe_stops_on_rows_of_the_training_data():
     from pipelines.recipe import read_recipe
 
-    recipe = read_recipe(RECIPE)
+    recipe = read_recipe(HERE / "recipe.toml")
     assert recipe.data.validation_share == 0.1 and recipe.train.patience > 0

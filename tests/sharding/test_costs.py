@@ -133,6 +133,14 @@ def test_column_splits_leave_multiples_of_8(dim, ranks, splits):
     assert column_splits(table("a", 10, dim), ranks) == splits
 
 
+@pytest.mark.parametrize(
+    ("dim", "dtype", "splits"),
+    [(64, "float32", [2, 4, 8]), (64, "bfloat16", [2, 4]), (2560, "float32", [2, 4, 5, 8]), (64, "float16", [])],
+)
+def test_column_splits_on_a_tpu_leave_what_its_kernels_take(dim, dtype, splits):
+    assert column_splits(table("a", 10, dim, dtype=dtype), 8, on_tpu=True) == splits
+
+
 def test_unpooled_tables_travel_row_by_row():
     spec = TableSpec("a", 1000, 64, (FeatureSpec("f", 3.0),), pooling="none")
     costs = model()

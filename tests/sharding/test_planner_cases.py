@@ -42,7 +42,8 @@ def test_every_way_out_works_when_taken():
 @pytest.mark.parametrize(
     ("spec", "slice_", "reason"),
     [
-        (table("t", 100, 12, pin="column_wise"), "v6e-4", "multiple of 8 columns; embedding_dim 12"),
+        (table("t", 100, 12, pin="column_wise"), "cpu-4", "multiple of 8 columns; embedding_dim 12"),
+        (table("t", 100, 16, dtype="bfloat16", pin="column_wise"), "v6e-4", "multiple of 16 columns; embedding_dim 16"),
         (table("t", 100, 64, pin="column_wise"), "v6e-1", "needs 2 ranks or more"),
         (table("t", 100, 64, pin="row_wise"), "v6e-1", "needs 2 ranks or more"),
         (table("t", 100, 64, pin="table_row_wise"), "cpu-4", "cpu-4 has none"),

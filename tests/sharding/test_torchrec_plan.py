@@ -63,7 +63,7 @@ def problems(draw):
             table(
                 f"t{number}",
                 draw(st.integers(1, 40) | st.integers(1000, 200_000)),
-                draw(st.sampled_from([16, 64, 128])),
+                draw(st.sampled_from([32, 64, 128])),
                 draw(st.sampled_from([0.0, 0.7, 1.0, 30.0])),
                 dtype=draw(st.sampled_from(["float32", "bfloat16"])),
                 optimizer=draw(st.sampled_from(["sgd", "row_wise_adagrad", "adam"])),

@@ -8,6 +8,7 @@ from math import ceil
 import numpy as np
 
 from tpurec.errors import ConfigError
+from tpurec.kernels.limits import num_tensors
 from tpurec.sharding.choices import Choice
 from tpurec.sharding.costs import PARTS, TableTraffic, packed_width
 from tpurec.sharding.plan import Estimates, PlacedTable, Rungs, Shard, StackPlan
@@ -129,16 +130,17 @@ class Assembly:
                 )
                 members += [table] if same else []
             row_bytes = space.model.row_bytes(members[0], stack.width)
-            weights = size / row_bytes * stack.width * members[0].element_bytes
+            rows, row = round(size / row_bytes), stack.width * members[0].element_bytes
+            limit = space.model.assume.max_tensor_bytes
             found.append(
                 StackPlan(
                     f"{stack.dtype}x{stack.width}_{stack.optimizer}",
                     stack.width,
                     stack.dtype,
                     stack.optimizer,
-                    round(size / row_bytes),
+                    rows,
                     tuple(table.name for table in members),
-                    max(1, ceil(weights / space.model.assume.max_tensor_bytes)),
+                    num_tensors(rows, row, limit) if space.model.slice.chip else 1,
                     round(size),
                 )
             )

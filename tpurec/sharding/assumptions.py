@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpurec.errors import ConfigError
+from tpurec.kernels.limits import MAX_TENSOR_BYTES
 from tpurec.topology import collectives
 from tpurec.topology.slices import SliceTopology
 
@@ -100,7 +101,10 @@ class Assumptions:
         40_000, "byte/example", "other activations of the dense part", "assumed: MLP layers kept for backward"
     )
     max_tensor_bytes: int = _assume(
-        16 * GIB, "byte", "largest tensor that a SparseCore kernel takes; larger stacks are split", "ran: libtpu 0.0.52"
+        MAX_TENSOR_BYTES,
+        "byte",
+        "largest tensor that a SparseCore kernel takes; larger stacks are cut, but no table on a single TPU",
+        "ran: libtpu 0.0.52",
     )
     row_alignment: int = _assume(8, "row", "shards are padded to this many rows", "(8, 128) tiles of float32")
     workspace_bytes: int = _assume(

@@ -8,6 +8,7 @@ from math import ceil
 import numpy as np
 
 from tpurec.errors import ConfigError
+from tpurec.kernels.limits import DIM_MULTIPLE, problem_of_rows
 from tpurec.sharding.costs import GROUP_PARTS, LATENCY_FLAGS, PARTS, CostModel, Stack, TableTraffic, packed_width
 from tpurec.sharding.tables import OPTIMIZER_STATE, TableSpec
 
@@ -71,18 +72,20 @@ class Choice:
         return (self.sharding, self.exchange, self.group or "", self.copies)
 
 
-def column_splits(table: TableSpec, num_ranks: int) -> list[int]:
+def column_splits(table: TableSpec, num_ranks: int, on_tpu: bool = False) -> list[int]:
     """Into how many column shards a table can be cut.
 
     Args:
         table: the table.
         num_ranks: each shard goes to a rank of its own.
+        on_tpu: whether the ranks are TPUs, whose kernels must take the shards.
 
     Returns:
-        Divisors of the dim, 2 or more, that leave a multiple of 8 columns.
+        Divisors of the dim, 2 or more, that leave a multiple of 8 columns, and on TPUs rows that the kernels take.
     """
     dim = table.embedding_dim
-    return [k for k in range(2, min(num_ranks, dim) + 1) if dim % k == 0 and (dim // k) % COLUMN_MULTIPLE == 0]
+    splits = [k for k in range(2, min(num_ranks, dim) + 1) if dim % k == 0 and (dim // k) % COLUMN_MULTIPLE == 0]
+    return [k for k in splits if not on_tpu or problem_of_rows(dim // k, table.dtype) is None]
 
 
 def impossible(table: TableSpec, sharding: str, model: CostModel) -> str | None:
@@ -96,14 +99,18 @@ def impossible(table: TableSpec, sharding: str, model: CostModel) -> str | None:
     Returns:
         The reason; None if it is possible.
     """
-    ranks, name = model.num_ranks, model.slice.name
-    if sharding == "column_wise" and not column_splits(table, ranks):
+    ranks, name, on_tpu = model.num_ranks, model.slice.name, model.slice.chip is not None
+    if sharding == "column_wise" and not column_splits(table, ranks, on_tpu):
         if ranks == 1:
             return f"column_wise needs 2 ranks or more, {name} has 1"
+        multiple = DIM_MULTIPLE.get(table.dtype, COLUMN_MULTIPLE) if on_tpu else COLUMN_MULTIPLE
         return (
-            f"column_wise needs shards of equal width, a multiple of {COLUMN_MULTIPLE} columns; "
+            f"column_wise needs shards of equal width, a multiple of {multiple} columns; "
             f"embedding_dim {table.embedding_dim} cannot be cut so into 2 to {ranks}"
         )
+    whole = problem_of_rows(table.embedding_dim, table.dtype) if on_tpu and sharding != "column_wise" else None
+    if whole is not None:
+        return f"{sharding} has whole rows on a rank: {whole[0].rstrip('.')}"
     if sharding == "row_wise" and ranks == 1:
         return f"row_wise needs 2 ranks or more, {name} has 1"
     if sharding == "table_row_wise":
@@ -142,6 +149,9 @@ class ChoiceMaker:
         model, traffic = self.model, TableTraffic(table, self.model)
         reasons = [impossible(table, sharding, model) for sharding in table.allowed]
         possible = [way for way, reason in zip(table.allowed, reasons, strict=True) if reason is None]
+        whole = problem_of_rows(table.embedding_dim, table.dtype) if model.slice.chip else None
+        if not possible and whole is not None:
+            raise ConfigError(f"table {table.name!r} cannot be trained on {model.slice.name}: {whole[0]}", whole[1])
         if not possible:
             raise ConfigError(
                 f"table {table.name!r} cannot be {' or '.join(table.allowed)} on {model.slice.name}: "
@@ -155,7 +165,10 @@ class ChoiceMaker:
             elif sharding == "table_wise":
                 choices.append(self._columns(table, traffic, 1))
             elif sharding == "column_wise":
-                choices += [self._columns(table, traffic, k) for k in column_splits(table, model.num_ranks)]
+                choices += [
+                    self._columns(table, traffic, k)
+                    for k in column_splits(table, model.num_ranks, model.slice.chip is not None)
+                ]
             elif sharding == "row_wise":
                 choices.append(self._unique_rows(table, traffic))
                 if table.pooling != "none":

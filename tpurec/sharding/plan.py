@@ -126,7 +126,7 @@ class StackPlan:
         optimizer: whose state its rows carry.
         rows: stored rows on every rank: those of its fullest rank.
         tables: tables with shards in it, in the order in which each rank lays them out.
-        num_tensors: tensors it is split into, because a kernel takes 16 GiB at most.
+        num_tensors: tensors that its weights are cut into, because an operand of a kernel has 16 GiB at most.
         bytes: weights and optimizer state on every rank.
     """
 

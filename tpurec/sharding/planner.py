@@ -16,6 +16,7 @@ from tpurec.sharding.plan import Estimates, Infeasible, PlacedTable, Plan, Probl
 from tpurec.sharding.remedies import find_remedies
 from tpurec.sharding.search import Clock, Found, search
 from tpurec.sharding.space import NUM_PARTS, Space
+from tpurec.sharding.stack_limits import refused
 from tpurec.sharding.tables import TableSpec, check_names
 from tpurec.topology.slices import SliceTopology
 
@@ -94,7 +95,7 @@ def _plan_once(
         proving.tell("proving a lower bound")
         bound = lower_bound(space, found.cost.seconds, space.model.capacity_bytes, proving)
         proven, kind = bound.seconds, bound.kind
-    return Plan(
+    made = Plan(
         slice=slice_.name,
         batch_size=batch_size,
         tables=assembly.placed([table.name for table in tables]),
@@ -104,6 +105,7 @@ def _plan_once(
         estimates=assembly.estimates(proven, kind),
         stopped_early=found.stopped_early,
     )
+    return refused(made) or made
 
 
 def _with_remedies(

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner_problems import mixed_tables
 from tests.sharding.problems import table
 from tpurec.kernels.limits import problem_of_rows
 from tpurec.sharding.assumptions import Assumptions
@@ -98,6 +100,17 @@ def test_more_bandwidth_or_more_memory_is_never_slower(problem, what, factor):
     if before.fits:
         assert after.fits
         assert after.estimates.step_seconds <= before.estimates.step_seconds * (1 + 1e-12)
+
+
+def test_more_memory_is_never_slower_for_many_tables():
+    """Many tables are planned at one speed and up to the first plan that fits, with finer steps before it."""
+    tables = mixed_tables(66, 60e9)
+    steps = []
+    for gib in (10, 11, 12, 14, 17, 30):
+        answer = plan(tables, "v6e-8", 8192, Assumptions(hbm_bytes=gib * 2**30))
+        steps.append(answer.estimates.step_seconds if answer.fits else float("inf"))
+    assert np.isfinite(steps[1:]).all() and steps[0] > steps[-1]
+    assert steps == sorted(steps, reverse=True)
 
 
 @settings(max_examples=12, deadline=None)

@@ -26,7 +26,10 @@ class Board:
         self._packer, self.state, self._power = packer, state, power
         self._price = packer.price if price is None else price
         self._ranks = packer.space.model.num_ranks
-        self._powered = self._raise(state.load / packer.scale)
+        # Neither a lump nor a load is above 1 to begin with, so powers stay inside float64.
+        self._scale = np.maximum(packer.scale, state.load.max(axis=0))
+        self._powered = self._raise(state.load / self._scale)
+        self._sums = self._summed()
 
     def _raise(self, loads: np.ndarray) -> np.ndarray:
         for _ in range(self._power.bit_length() - 1 if self._power else 0):
@@ -46,9 +49,10 @@ class Board:
 
     def _refresh(self, ranks: np.ndarray) -> None:
         if len(ranks):
-            self._powered[ranks] = self._raise(np.maximum(self.state.load[ranks], 0.0) / self._packer.scale)
+            self._powered[ranks] = self._raise(np.maximum(self.state.load[ranks], 0.0) / self._scale)
+            self._sums = self._summed()
 
-    def _sums(self) -> np.ndarray:
+    def _summed(self) -> np.ndarray:
         return self._powered.sum(axis=0) if self._power else self._powered.max(axis=0)
 
     def _means(self, sums: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -56,8 +60,7 @@ class Board:
 
     def value(self) -> float:
         """Seconds, with power means for maxima and memory at its price."""
-        packer = self._packer
-        return self._total(self.state.even() + self._means(self._sums(), packer.scale), self.state.flags > 0)
+        return self._total(self.state.even() + self._means(self._sums, self._scale), self.state.flags > 0)
 
     def _total(self, columns: np.ndarray, flags: np.ndarray) -> float:
         cost = self.state.total(columns, flags)
@@ -81,10 +84,10 @@ class Board:
         if pinned is not None:
             return np.array(sorted(pinned), dtype=np.int64)
         columns = packer.options[item].columns[choice]
-        scale, price = packer.scale[columns], self._price[columns]
+        scale, price = self._scale[columns], self._price[columns]
         loads = self.state.load[:, columns] / scale
         after = self._raise(loads + chosen.lump[columns] / scale)
-        sums = self._sums()[columns]
+        sums = self._sums[columns]
         members = space.groups[chosen.group] if chosen.group else None
         if self._power:
             added = after - self._powered[:, columns]
@@ -112,35 +115,48 @@ class Board:
         Returns:
             Value of the state after it.
         """
-        old = self.take(item)
-        found = old
-        for choice in self._promising(item, best):
+        found = self.take(item)
+        least = self._least(item)
+        for choice in np.argsort(least, kind="stable").tolist():
+            if least[choice] >= best * (1 - _ENOUGH):
+                break
             ranks = self.best_ranks(item, choice)
-            self.put(item, choice, ranks)
-            value = self.value()
-            self.take(item)
+            value = self._value_with(item, choice, ranks)
             if value < best * (1 - _ENOUGH):
                 best, found = value, (choice, ranks)
         self.put(item, *found)
         return best
 
-    def _promising(self, item: int, best: float) -> list[int]:
-        """Choices that could beat `best` if their lump met no other load, most promising first."""
+    def _value_with(self, item: int, choice: int, ranks: np.ndarray) -> float:
+        """Value if an item that is not placed were put somewhere."""
+        packer, state, many = self._packer, self.state, self._packer.options[item]
+        sums, columns = self._sums, many.columns[choice]
+        if len(ranks):
+            at, scale = np.ix_(ranks, columns), self._scale[columns]
+            after = self._raise((state.load[at] + many.lump[choice, columns]) / scale)
+            sums = sums.copy()
+            if self._power:
+                sums[columns] += (after - self._powered[at]).sum(axis=0)
+            else:
+                sums[columns] = np.maximum(sums[columns], after.max(axis=0))
+        padding = packer.space.padding(state.pair_ids + many.pair_ids[choice])
+        even = state.uniform + many.uniform[choice] + padding * (state.padded + many.padded[choice])
+        return self._total(even + self._means(sums, self._scale), (state.flags + many.flags[choice]) > 0)
+
+    def _least(self, item: int) -> np.ndarray:
+        """Per choice the value if its lump met no other load."""
         packer, space, state = self._packer, self._packer.space, self.state
         many = packer.options[item]
-        lumps = self._raise(many.lump / packer.scale)
-        sums = self._sums()
-        alone = sums + many.copies[:, None] * lumps if self._power else np.maximum(sums, lumps)
-        padding = np.array([space.padding(state.pair_ids + pair) for pair in many.pair_ids])
+        lumps = self._raise(many.lump / self._scale)
+        alone = self._sums + many.copies[:, None] * lumps if self._power else np.maximum(self._sums, lumps)
+        padding = space.paddings(state.pair_ids + many.pair_ids)
         even = state.uniform + many.uniform + padding[:, None] * (state.padded + many.padded)
-        columns = even + self._means(alone, packer.scale)
+        columns = even + self._means(alone, self._scale)
         flags = (state.flags + many.flags) > 0
         seconds = space.constant_seconds + columns[:, :NUM_PARTS].sum(axis=1) + flags @ space.latency
         workspace = space.model.assume.workspace_bytes * (columns[:, NUM_PARTS:-1] > 0.5).sum(axis=1)
         size = space.constant_bytes + columns[:, NUM_PARTS:].sum(axis=1) + workspace
-        values = seconds + packer.byte_price * size
-        order = np.argsort(values, kind="stable")
-        return [int(position) for position in order if values[position] < best * (1 - _ENOUGH)]
+        return seconds + packer.byte_price * size
 
 
 class Options:
@@ -152,7 +168,7 @@ class Options:
         self.padded = np.array([choice.padded for choice in choices])
         self.lump = np.array([choice.lump for choice in choices])
         self.copies = np.array([choice.copies for choice in choices])
-        self.pair_ids = [choice.pair_ids for choice in choices]
+        self.pair_ids = np.array([choice.pair_ids for choice in choices])
         bits = np.arange(len(LATENCY_FLAGS))
         self.flags = np.array([choice.flags >> bits & 1 for choice in choices])
         self.columns = [np.flatnonzero(choice.lump) for choice in choices]

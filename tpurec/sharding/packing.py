@@ -19,7 +19,7 @@ from tpurec.sharding.balance import balance
 from tpurec.sharding.board import Board, Options
 from tpurec.sharding.boxes import Boxes
 from tpurec.sharding.costs import GROUP_PARTS, PARTS
-from tpurec.sharding.space import NUM_PARTS, Placement, Space, State
+from tpurec.sharding.space import NUM_PARTS, Space, State
 from tpurec.sharding.trade import trade
 
 _POWERS = (16,)  # powers of two: computed by squaring
@@ -216,21 +216,18 @@ class Packer:
             keys.append((-float(self.price @ share), position))
         return [position for _, position in sorted(keys)]
 
-    def search(self, limits: int = 4) -> Placement:
+    def search(self, limits: int = 4) -> State:
         """Start from several placements, improve the most promising ones (of small problems all), and keep the best.
 
         The starts: smallest lumps; what boxes favour; least mean load under several limits on lumps; and, because
-        latencies fall only when the last table that causes them changes, no exchange at all. With many items the limits
-        are left out.
+        latencies fall only when the last table that causes them changes, no exchange at all.
 
         Args:
             limits: how many limits on lumps to try.
 
         Returns:
-            A complete placement.
+            A complete state.
         """
-        if has_many(self.space):
-            return self._search_many().placement()
         smallest = self.construct(self.picks(0.0))
         high = max(float(self.price @ choice.lump) for item in self.space.items for choice in item.choices) + 1e-12
         boxes = self._from_boxes(self.value(smallest), 1.0, _SMALL_EFFORT)
@@ -244,7 +241,7 @@ class Packer:
         else:
             chosen = {id(state): state for state in starts.values()}
         best = min((self.improve(state) for state in chosen.values()), key=self.value)
-        return (self._relieve(best) if size <= _RELIEVE else best).placement()
+        return self._relieve(best) if size <= _RELIEVE else best
 
     def _starts(self, smallest: State, wanted: list[list[int]]) -> dict[tuple[int, ...], State]:
         """States by their choices."""
@@ -255,13 +252,30 @@ class Packer:
                 starts[tuple(picks)] = self.construct(picks)
         return starts
 
-    def _search_many(self) -> State:
-        """Refine the best of the starts that boxes give."""
-        huge = len(self.space.items) * self.space.model.num_ranks > _HUGE
-        effort = _HUGE_EFFORT if huge else _LARGE_EFFORT
-        smallest = self.construct(self.picks(0.0))
-        known = self.value(smallest)
-        wanted = [picks for share in effort.unevenness for picks in self._from_boxes(known, share, effort)]
+    @property
+    def _effort(self) -> _Effort:
+        size = len(self.space.items) * self.space.model.num_ranks
+        return _HUGE_EFFORT if size > _HUGE else _LARGE_EFFORT
+
+    def favoured(self) -> list[list[int]]:
+        """Choices that boxes favour, memory not counted, for `search_many`.
+
+        Returns:
+            Several times per item the position of its choice.
+        """
+        known = self.value(self.construct(self.picks(0.0)))
+        return [picks for share in self._effort.unevenness for picks in self._from_boxes(known, share, self._effort)]
+
+    def search_many(self, wanted: list[list[int]]) -> State:
+        """Refine the best of some starts; for many items.
+
+        Args:
+            wanted: of `favoured`, by this packer or one of the same space at another price.
+
+        Returns:
+            A complete state.
+        """
+        effort, smallest = self._effort, self.construct(self.picks(0.0))
         built = sorted(self._starts(smallest, wanted + self._without_exchange()).values(), key=self.value)
         traded = self._anneal(built[: effort.traded], effort.refined)
         return min((self.refine(state, effort.cycles) for state in traded[: effort.refined]), key=self.value)

@@ -6,7 +6,8 @@ documented ones, and faster and slower links), each with a rising price on memor
 faster machine makes every candidate faster and a larger one lets more of them fit, so the minimum cannot rise.
 
 Large problems use only the documented speeds. Their candidates are made so that a more compact one is never faster at
-those speeds; therefore the first one that fits is the best, and the others need not be made.
+those speeds; therefore the first one that fits is the best, and the others need not be made. Between it and the one
+before it some more are made at prices in between, of which the same holds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from tpurec.sharding.assumptions import Assumptions
 from tpurec.sharding.costs import CostModel
@@ -46,6 +49,7 @@ _LARGE = 60_000  # tables x ranks
 _AFRESH = 300  # tables x ranks up to which each reference is searched from several starts of its own
 _BYTE_PRICES = tuple(10.0 ** (step / 3) for step in range(-6, 10))  # seconds for all bytes, in units of the step
 _COMPACT = 1.02  # a placement this close to the most compact one needs no more compact ones
+_STEPS_BETWEEN = 5  # prices to try between the first candidate of a large problem that fits and the one before it
 _TIE_PRICE = 1e-5
 
 
@@ -92,14 +96,44 @@ def search(space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, giv
     best = Found(compact, cost, cost.bytes <= capacity, False, False)
     if not best.fits:  # the rule for what fits, whatever the speeds
         return dataclasses.replace(best, stopped_early=clock.over)
-    for placement, lazily in _candidates(space, tables, slice_, documented, clock):
-        cost = space.cost(placement)
-        fits = cost.bytes <= capacity
-        if fits and (cost.seconds, cost.bytes) < (best.cost.seconds, best.cost.bytes):
-            best = Found(placement, cost, fits, False, False)
-        if clock.over or (lazily and fits):
+    cheaper: _Candidate | None = None  # the last one at a lower price than the latest
+    latest: _Candidate | None = None
+    for candidate in _candidates(space, tables, slice_, documented, clock):
+        best = _better(best, space, candidate.placement)
+        if latest is not None and candidate.price > latest.price:
+            cheaper = latest
+        if candidate.last and cheaper and latest and space.cost(candidate.placement).bytes <= capacity:
+            for placement in _between(space, cheaper, latest, candidate, clock):
+                best = _better(best, space, placement)
+                if space.cost(placement).bytes <= capacity:
+                    break
+        if clock.over or (candidate.last and space.cost(candidate.placement).bytes <= capacity):
             break
+        latest = candidate
     return dataclasses.replace(best, stopped_early=clock.over)
+
+
+def _better(best: Found, space: Space, placement: Placement) -> Found:
+    cost = space.cost(placement)
+    fits = cost.bytes <= space.model.capacity_bytes
+    if fits and (cost.seconds, cost.bytes) < (best.cost.seconds, best.cost.bytes):
+        return Found(placement, cost, fits, False, False)
+    return best
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A placement of a chain.
+
+    Args:
+        placement: the placement.
+        price: of all bytes, in units of the step, at which it was made; 0 for the first.
+        last: whether the rest can be left out once this one fits.
+    """
+
+    placement: Placement
+    price: float
+    last: bool
 
 
 class Clock:
@@ -123,8 +157,7 @@ class Clock:
 
 def _candidates(
     space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, documented: Assumptions, clock: Clock
-) -> Iterator[tuple[Placement, bool]]:
-    """Placements, and whether the rest can be skipped once one fits."""
+) -> Iterator[_Candidate]:
     large = has_many(space) or len(tables) * slice_.num_ranks > _LARGE
     afresh = len(tables) * slice_.num_ranks <= _AFRESH
     start: Placement | None = None
@@ -132,12 +165,9 @@ def _candidates(
         speeds = dataclasses.replace(documented, link_bytes_per_second=documented.link_bytes_per_second * factor)
         reference = _at(space, tables, slice_, speeds)
         exactly = reference is space
-        chain = _chain(reference, None if afresh else start, clock)
-        first = next(chain)
-        start = start or first
-        yield first, large and exactly
-        for placement in chain:
-            yield placement, large and exactly
+        for price, placement in _chain(reference, None if afresh else start, clock):
+            start = start or placement
+            yield _Candidate(placement, price, large and exactly)
 
 
 def _at(space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, speeds: Assumptions) -> Space:
@@ -151,25 +181,56 @@ def _memory(assume: Assumptions) -> dict[str, object]:
     return {name: getattr(assume, name) for name in ("hbm_bytes",)}
 
 
-def _chain(space: Space, start: Placement | None, clock: Clock) -> Iterator[Placement]:
-    """The fastest placement found for a space, then ever more compact ones, none of them faster than those before."""
-    scale = space.constant_seconds / (space.constant_bytes + 1.0)
-    packer = Packer(space, scale * _TIE_PRICE, clock, clock.tell)
-    state = State.of(space, packer.search()) if start is None else packer.improve(State.of(space, start))
+def _chain(space: Space, start: Placement | None, clock: Clock) -> Iterator[tuple[float, Placement]]:
+    """The fastest placement found for a space, then ever more compact ones, none faster than those before.
+
+    Each comes with the price of all bytes at which it was made.
+    """
+    packer = Packer(space, _scale(space) * _TIE_PRICE, clock, clock.tell)
+    favoured = packer.favoured() if has_many(space) else []
+    if favoured:
+        state = packer.search_many(favoured)
+    else:
+        state = packer.search() if start is None else packer.improve(State.of(space, start))
     first = state.placement()
-    yield first
+    yield 0.0, first
     smallest = space.cost(_compact(space, clock)).bytes
     made, slowest = {first}, space.cost(first).seconds
     for price in _BYTE_PRICES:
         if space.cost(state.placement()).bytes <= smallest * _COMPACT:
             break
-        state = Packer(space, scale * price, clock).improve(state)
-        placement = state.placement()
-        found = space.cost(placement).seconds
-        if placement not in made and found >= slowest:
-            made.add(placement)
-            slowest = found
-            yield placement
+        packer = Packer(space, _scale(space) * price, clock, clock.tell)
+        near = packer.improve(State.of(space, state.placement()))
+        found = [near]
+        if favoured and near.placement() != state.placement() and len(space.items) * space.model.num_ranks <= _LARGE:
+            found.append(packer.search_many(favoured))
+        for other in sorted(found, key=lambda other: other.cost().seconds):
+            placement, seconds = other.placement(), space.cost(other.placement()).seconds
+            if placement not in made and seconds >= slowest:
+                made.add(placement)
+                slowest = seconds
+                yield price, placement
+        state = min(found, key=packer.value)
+
+
+def _between(
+    space: Space, cheaper: _Candidate, latest: _Candidate, last: _Candidate, clock: Clock
+) -> Iterator[Placement]:
+    """Placements at prices between those of two candidates, none faster than the latest before the last."""
+    state, slowest = State.of(space, cheaper.placement), space.cost(latest.placement).seconds
+    for price in np.geomspace(max(cheaper.price, _BYTE_PRICES[0] / 2), last.price, _STEPS_BETWEEN + 2)[1:-1]:
+        if clock():
+            break
+        state = Packer(space, _scale(space) * float(price), clock).improve(state)
+        seconds = space.cost(state.placement()).seconds
+        if seconds >= slowest:
+            slowest = seconds
+            yield state.placement()
+
+
+def _scale(space: Space) -> float:
+    """Seconds a byte at which all bytes cost about as much as the step."""
+    return space.constant_seconds / (space.constant_bytes + 1.0)
 
 
 def _compact(space: Space, clock: Clock) -> Placement:

@@ -15,6 +15,7 @@ from tpurec.sharding.skew import fullest_pair, fullest_pairs
 from tpurec.sharding.tables import TableSpec
 
 NUM_PARTS = len(PARTS)
+_BITS = np.arange(len(LATENCY_FLAGS))
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,8 @@ class State:
             self.load[ranks[0]] += sign * chosen.lump
         elif len(ranks):
             np.add.at(self.load, ranks, sign * chosen.lump)  # a plan from elsewhere may repeat a rank
-        for bit in range(len(LATENCY_FLAGS)):
-            self.flags[bit] += sign * (chosen.flags >> bit & 1)
+        if chosen.flags:
+            self.flags += sign * (chosen.flags >> _BITS & 1)
 
     def even(self) -> np.ndarray:
         """Load of every rank that does not depend on where lumps are, padding included."""

@@ -15,7 +15,7 @@ from tpurec.embeddings import jagged
 from tpurec.embeddings.deferred import are_tables_deferred, initial_blocks
 from tpurec.embeddings.device_checks import DeviceChecks
 from tpurec.embeddings.lookup import fused_lookup
-from tpurec.embeddings.optimizers import EmbeddingOptimizer, from_torchrec
+from tpurec.embeddings.optimizers import EmbeddingOptimizer, check_learning_rate, from_torchrec
 from tpurec.embeddings.stack import StackedFeature, TableStack, dtype_of, pooling_of
 from tpurec.errors import ConfigError, DataError
 
@@ -207,8 +207,7 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         Raises:
             ConfigError: a value that is not.
         """
-        if not 0 <= lr < float("inf"):
-            raise ConfigError(f"learning rate {lr!r} must be a finite number >= 0.")
+        check_learning_rate(lr)
         self._learning_rate.fill_(lr)
 
     def reset_parameters(self) -> None:

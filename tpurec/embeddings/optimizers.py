@@ -205,6 +205,19 @@ class RowWiseAdam(Adam):
     states: ClassVar[tuple[tuple[str, str], ...]] = (("exp_avg", "element"), ("exp_avg_sq", "row"))
 
 
+def check_learning_rate(lr: float) -> None:
+    """Refuse what no step can be multiplied with.
+
+    Args:
+        lr: the learning rate of the following steps.
+
+    Raises:
+        ConfigError: it is negative or not finite.
+    """
+    if not 0 <= lr < float("inf"):
+        raise ConfigError(f"learning rate {lr!r} must be a finite number >= 0.")
+
+
 EmbeddingOptimizer = SGD | Adagrad | RowWiseAdagrad | Adam | RowWiseAdam
 
 

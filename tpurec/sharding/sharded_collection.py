@@ -16,7 +16,7 @@ from torchrec.modules.embedding_modules import (
 
 from tpurec.embeddings.fuse import FusedCollection
 from tpurec.embeddings.fused import FusedEmbeddingBagCollection
-from tpurec.embeddings.optimizers import EmbeddingOptimizer
+from tpurec.embeddings.optimizers import EmbeddingOptimizer, check_learning_rate
 from tpurec.embeddings.sequence import FusedEmbeddingCollection
 from tpurec.errors import ConfigError
 from tpurec.sharding.exchange import Exchange
@@ -106,8 +106,7 @@ class ShardedCollection(nn.Module):
         Raises:
             ConfigError: a value that is not.
         """
-        if not 0 <= lr < float("inf"):
-            raise ConfigError(f"learning rate {lr!r} must be a finite number >= 0.")
+        check_learning_rate(lr)
         self._exchange.learning_rates[self._number].fill_(lr)
 
     def update_trigger(self) -> Tensor:

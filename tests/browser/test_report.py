@@ -185,21 +185,25 @@ def test_thousands_of_chips_are_cells_wide_enough_to_point_at_and_a_small_file(b
 
 
 def test_dark_pages_have_light_text(browser, tmp_path):
-    def brightness(scheme):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def sums(scheme):
+        """Ink, paper and a chip, each as the sum of red, green and blue; the page repaints when it is told."""
+        chip = browser.find_element("css selector", ".chip")
+        before = chip.value_of_css_property("background-color")
         feature = {"name": "prefers-color-scheme", "value": scheme}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-        values = [
-            browser.execute_script(f"return getComputedStyle(document.body).{key}")
-            for key in ("color", "backgroundColor")
-        ]
-        return [sum(map(int, value[value.index("(") + 1 : -1].split(",")[:3])) for value in values]
+        WebDriverWait(browser, 20).until(lambda _: chip.value_of_css_property("background-color") != before)
+        body = browser.find_element("tag name", "body")
+        texts = [node.value_of_css_property(key) for node, key in ((body, "color"), (body, "background-color"))]
+        texts.append(chip.value_of_css_property("background-color"))
+        return [sum(map(int, text[text.index("(") + 1 : -1].split(",")[:3])) for text in texts]
 
     _open(browser, tmp_path, "v6e-16")
     try:
-        (ink, paper), chip = brightness("dark"), browser.find_element("css selector", ".chip")
-        dark = chip.value_of_css_property("background-color")
+        ink, paper, dark_chip = sums("dark")
         assert ink > 500 and paper < 200
-        ink, paper = brightness("light")
-        assert ink < 200 and paper > 600 and chip.value_of_css_property("background-color") != dark
+        ink, paper, light_chip = sums("light")
+        assert ink < 200 and paper > 600 and light_chip > dark_chip + 200  # hardly filled: near the paper in both
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tpurec.errors import TpurecError
+from tpurec.errors import TpurecError, machine_problem
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
@@ -72,8 +72,9 @@ def main(descriptor: int) -> int:
     try:
         result = TASKS[order["task"]](order, channel)
     except BaseException as error:
-        if isinstance(error, TpurecError) and not lost_a_peer(error):
-            channel.send("problem", [error.problem, error.remedy])
+        known = error if isinstance(error, TpurecError) and not lost_a_peer(error) else machine_problem(error)
+        if known is not None and not isinstance(error, ConnectionError):
+            channel.send("problem", [known.problem, known.remedy])
             return EXIT_FAILED
         # Not printed here: a peer's death makes a failure like this in every worker, and is told alone.
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:500].rstrip(".")

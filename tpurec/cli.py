@@ -20,7 +20,7 @@ try:
     from typer.core import TyperCommand, TyperGroup
 
     import tpurec
-    from tpurec.errors import Interrupted, TpurecError
+    from tpurec.errors import Interrupted, TpurecError, machine_problem
     from tpurec.reporting import Reporter
 except KeyboardInterrupt:  # these imports take a quarter of a second, and `main` is not there yet to say it in one line
     print("error: interrupted.", file=sys.stderr)
@@ -30,8 +30,6 @@ except KeyboardInterrupt:  # these imports take a quarter of a second, and `main
 
 GROUP = "tpurec.commands"
 SENTENCE = 400  # characters: the list of commands shows their first sentences whole, wrapped, not cut off at "..."
-# torch says it by an exception of no class of its own.
-TORCH_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -143,17 +141,11 @@ def _run(arguments: list[str]) -> int:
         return _interrupted(arguments)
     except KeyboardInterrupt:
         return _interrupted(arguments)
-    except OSError as error:  # a full disk, a folder that is read-only: the machine's state, not a defect
-        where = ", ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-        reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
-        return _fail(
-            arguments, f"{where}: {reason}." if where else f"{reason}.", "Check path, permissions and free space."
-        )
-    except MemoryError as error:
-        return _out_of_memory(arguments, error)
-    except Exception as error:  # a defect of ours: say so in one line, keep the traceback for who asks
-        if any(word in str(error) for word in TORCH_OUT_OF_MEMORY):
-            return _out_of_memory(arguments, error)
+    except Exception as error:
+        known = machine_problem(error)
+        if known is not None:
+            return _fail(arguments, known.problem, known.remedy)
+        # A defect of ours: say so in one line, keep the traceback for who asks.
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".") + "."
         return _fail(arguments, reason, "This is unexpected; run `tpurec --traceback ...` for where it happened.")
     if code == EXIT_INTERRUPTED:  # typer turns a KeyboardInterrupt in a command into this code
@@ -168,15 +160,6 @@ def _interrupt(signum: int, frame: object) -> None:
 def _interrupted(arguments: list[str]) -> int:
     _fail(arguments, "interrupted.", "")
     return EXIT_INTERRUPTED
-
-
-def _out_of_memory(arguments: list[str], error: Exception) -> int:
-    reason = " ".join(str(error).split())[:300].rstrip(".")
-    return _fail(
-        arguments,
-        f"out of memory{f': {reason}' if reason else ''}.",
-        "Use smaller tables, a smaller batch or fewer workers, or a machine with more memory.",
-    )
 
 
 def _fail(arguments: list[str], problem: str, remedy: str) -> int:

@@ -67,6 +67,8 @@ def test_a_worker_lost_more_often_than_allowed_is_an_error_that_says_how_to_go_o
     ("how", "message"),
     [
         ("problem", r"^file x: column 'y' is gone\. Put it back\.$"),
+        ("full", r"^run/metrics\.jsonl: No space left on device\. Check path, permissions and free space\.$"),
+        ("large", r"^out of memory: Unable to allocate 4\.00 EiB.* fewer workers"),
         ("defect", r"^worker 1 of 3: ZeroDivisionError: of mine\."),
     ],
 )

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from pipelines import worker
 from tpurec.errors import DataError, TpurecError
 
@@ -16,7 +18,6 @@ KILLED_IN_STEP = 24  # the number of steps done before it
 
 def gather(order, channel):
     """Join the world, say so, and exchange words of different lengths and types."""
-    import numpy as np
 
     from pipelines.world import joined
 
@@ -45,6 +46,10 @@ def counted(order, channel):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif how == "problem":
                 raise DataError("file x: column 'y' is gone.", "Put it back.")
+            elif how == "full":
+                raise OSError(28, "No space left on device", "run/metrics.jsonl")
+            elif how == "large":
+                np.empty(2**62, dtype=np.uint8)
             elif how == "defect":
                 raise ZeroDivisionError("of mine")
             os._exit(7)

@@ -18,6 +18,7 @@ from tpurec.sharding.search import Clock, Found, search
 from tpurec.sharding.space import NUM_PARTS, Space
 from tpurec.sharding.stack_limits import refused
 from tpurec.sharding.tables import TableSpec, check_names
+from tpurec.sharding.widths import with_fewer_widths
 from tpurec.topology.slices import SliceTopology
 
 _SEARCH = 0.7  # of `seconds`; the lower bound gets what is left
@@ -75,8 +76,10 @@ def _plan_once(
     space = make_space(tables, slice_, batch_size, given)
     impossible = _nothing_left(space) or [found for table in tables for found in _alone_too_large(space, table)]
     found = search(space, tables, slice_, given, searching)
-    assembly = Assembly(space, found.placement)
-    if not found.fits:
+    if found.fits:
+        assembly = Assembly(space, with_fewer_widths(space, found.placement, searching))
+    else:
+        assembly = Assembly(space, found.placement)
         problems = tuple(impossible) or (_all_too_large(space, found),)
         estimates = assembly.estimates(0.0, "none")
         return Infeasible(
@@ -90,10 +93,10 @@ def _plan_once(
             hbm_parts=estimates.hbm_parts,
         )
     if found.optimal:
-        proven, kind = found.cost.seconds, "enumeration"
+        proven, kind = assembly.cost.seconds, "enumeration"
     else:
         proving.tell("proving a lower bound")
-        bound = lower_bound(space, found.cost.seconds, space.model.capacity_bytes, proving)
+        bound = lower_bound(space, assembly.cost.seconds, space.model.capacity_bytes, proving)
         proven, kind = bound.seconds, bound.kind
     made = Plan(
         slice=slice_.name,

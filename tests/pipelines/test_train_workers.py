@@ -185,8 +185,7 @@ def test_four_workers_killed_with_their_launcher_are_resumed_by_two_on_another_p
     assert steps[0] == steps[1] and set(steps[0]) == {result["steps"]}
 
 
-def test_four_workers_that_were_interrupted_are_resumed_by_two_on_another_plan(clicks, alone, tmp_path):
-    """case 22 in a run: the same global batches, from the exact batch on"""
+def test_an_interrupt_ends_four_workers_and_says_the_command_that_goes_on(clicks, tmp_path):
     run = Run(tmp_path / "run")
     recipe_for(tmp_path / "recipe.toml", clicks, 4)
     command = [sys.executable, "-m", "tpurec.cli", "train", str(tmp_path / "recipe.toml"), "--out", str(run.path)]
@@ -201,11 +200,12 @@ def test_four_workers_that_were_interrupted_are_resumed_by_two_on_another_plan(c
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert json.loads(out)["error"]["message"] == "interrupted." and "Traceback" not in err
+    error = json.loads(out)["error"]
+    assert error["message"] == "interrupted." and "Traceback" not in err
+    assert f"--set sharding.num_workers=4 --out {run.path}" in error["remedy"]
     assert len(workers) == 4 and not psutil.wait_procs(workers, timeout=10)[1]
-    result = train(run, recipe_for(tmp_path / "recipe.toml", clicks, 2))
-    assert result["world_size"] == 2
-    check_close(run, result, alone, 2e-4)
+    with run.locked():
+        pass
 
 
 def test_ten_rows_over_four_workers_and_three_of_them_held_out_are_each_counted_once(tmp_path):

@@ -30,7 +30,7 @@ CHECKS = _SHARED | {name: [name] for name in sorted(_ALONE)}
 
 
 @pytest.mark.emulated
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_the_emulated_tpu(emulator, name):
     """All tests of a process pass there; its output is shown if one does not."""
@@ -40,7 +40,7 @@ def test_on_the_emulated_tpu(emulator, name):
     command += ["-W", "ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning"]
     command += ["-p", "no:cacheprovider", *(str(DEVICE / file) for file in CHECKS[name])]
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=880, check=False)
     summary = done.stdout.strip().splitlines()[-1:] or ["no output"]
     print(f"{name}: {summary[0]}; not run on hardware")
     assert done.returncode == 0, f"{name}:\n{done.stdout[-20000:]}\n{done.stderr[-4000:]}"

@@ -133,6 +133,7 @@ def regroup_arguments(
     embs: Tensor, keys: list[list[str]], lengths: list[list[int]], groups: list[list[str]]
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """`fbgemm::kt_regroup_arguments`."""
+    _check_keys("kt_regroup_arguments", keys, groups)
     # Names and lengths are the host's; what is made of them goes to the device, a few words a key.
     moves, in_shape, out_shape, out_lengths = torch.ops.fbgemm.kt_regroup_arguments(
         torch.empty(0, 0), keys, lengths, groups
@@ -144,8 +145,12 @@ def regroup(
     pooled_embs: list[Tensor], keys: list[list[str]], lengths: list[list[int]], groups: list[list[str]]
 ) -> list[Tensor]:
     """`fbgemm::regroup_keyed_tensor`."""
+    _check_keys("regroup_keyed_tensor", keys, groups)
     names = [key for of_tensor in keys for key in of_tensor]
     place = {name: number for number, name in enumerate(names)}
-    unknown = sorted({name for group in groups for name in group} - place.keys())
-    check(not unknown, f"regroup_keyed_tensor: no tensor has the keys {', '.join(unknown)}")
     return pooled_permute.regroup(pooled_embs, lengths, [[place[name] for name in group] for group in groups])
+
+
+def _check_keys(op: str, keys: list[list[str]], groups: list[list[str]]) -> None:
+    unknown = sorted({name for group in groups for name in group}.difference(*keys))
+    check(not unknown, f"{op}: no tensor has the keys {', '.join(unknown)}")

@@ -78,7 +78,8 @@ def assert_same(mine: Any, other: Any) -> None:
     if not isinstance(other, torch.Tensor):
         assert mine == other, f"{mine} on the device, {other} on the CPU"
         return
-    assert mine.device.type == "tpu" and mine.dtype == other.dtype
+    found = (mine.device.type, mine.dtype)
+    assert found == ("tpu", other.dtype), f"{found} on the device, {other.dtype} on the CPU"
     if other.is_floating_point():
         torch.testing.assert_close(mine.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-5)
     else:

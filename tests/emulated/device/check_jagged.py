@@ -199,8 +199,11 @@ def test_what_does_not_fit_raises():
         fbgemm.permute_2D_sparse_data(order, lengths.view(-1), values)
     with pytest.raises(RuntimeError, match="3 dimensions; 1 or 2"):
         fbgemm.asynchronous_complete_cumsum(lengths.view(1, 3, -1))
-    with pytest.raises(RuntimeError, match="no tensor has the keys z"):
-        fbgemm.regroup_keyed_tensor([moved(torch.ones(2, 2))], [["a"]], [[2]], [["z"]])
+    pooled = moved(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="regroup_keyed_tensor: no tensor has the keys z"):
+        fbgemm.regroup_keyed_tensor([pooled], [["a"]], [[2]], [["z"]])
+    with pytest.raises(RuntimeError, match="kt_regroup_arguments: no tensor has the keys y, z"):
+        fbgemm.kt_regroup_arguments(pooled, [["a"]], [[2]], [["z", "a", "y"]])
 
 
 # TorchRec's own methods

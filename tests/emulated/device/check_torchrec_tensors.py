@@ -161,6 +161,20 @@ KEYED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda values: values.cpu().to(values.device), r"moved \(148,\) and \(148,\) bytes"),
+        (lambda values: values + (values.device.type == "tpu"), "not close"),
+        (lambda values: values.double() if values.device.type == "cpu" else values, "float64 on the CPU"),
+    ],
+    ids=["a round trip", "a value", "a dtype"],
+)
+def test_a_difference_is_noticed(act, message):
+    with pytest.raises(AssertionError, match=message):
+        check(Behaviour(act, lambda: [torch.arange(float(BATCH_SIZE))]))
+
+
 @pytest.mark.parametrize("name", JAGGED)
 def test_jagged_tensor_as_on_the_cpu(name):
     check(JAGGED[name])

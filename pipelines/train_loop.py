@@ -265,10 +265,13 @@ class TrainLoop:
         callbacks.log({"kind": "validation", "step": position.step, "epoch": position.epoch, **metrics})
         score = score_of(metrics, self.config.monitor)
         if score is None:
+            remedy = "Set data.validation_share higher, or to 0 to train without validation."
+            if position.label_range is not None and position.label_range[0] == position.label_range[1]:
+                remedy = f"All labels trained on, too, are {position.label_range[0]:g}: give rows with other labels."
             raise TpurecError(
                 f"the validation rows do not define {self.config.monitor}: {metrics['eval_rows']} rows, "
                 f"{metrics['missing_labels']} of them without a label, mean label {metrics['mean_label']}.",
-                "Set data.validation_share higher, or to 0 to train without validation.",
+                remedy,
             )
         if position.best_score is None or score > position.best_score:
             position.best_score, position.best_step = score, position.step

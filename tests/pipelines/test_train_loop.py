@@ -153,7 +153,7 @@ def test_max_steps_ends_in_mid_epoch():
     assert (position.step, position.epoch, position.batch) == (7, 1, 2)
 
 
-def run_with_validations(losses, patience, monitor="log_loss", epochs=10):
+def run_with_validations(losses, patience, monitor="log_loss", epochs=10, items=None):
     values = iter(losses)
     saved = []
     config = TrainConfig(batch_size=32, epochs=epochs, patience=patience, monitor=monitor)
@@ -169,7 +169,7 @@ def run_with_validations(losses, patience, monitor="log_loss", epochs=10):
         },
         lambda at, score: saved.append((at.step, score, at.finished)),
     )
-    a_loop(a_model(), config, batches_per_epoch=1).run(batches(epochs), position, callbacks)
+    a_loop(a_model(), config, batches_per_epoch=1).run(items or batches(epochs), position, callbacks)
     return position, saved
 
 
@@ -192,6 +192,15 @@ def test_without_patience_all_epochs_are_trained():
 def test_a_validation_that_defines_no_metric_says_what_to_do():
     with pytest.raises(TpurecError, match=r"do not define auc.*Set data.validation_share higher"):
         run_with_validations([None], patience=0, monitor="auc")
+
+
+def test_more_validation_rows_are_no_remedy_where_all_labels_are_equal():
+    (item,) = batches(1)
+    item.packed.labels[:] = 0
+    with pytest.raises(
+        TpurecError, match=r"do not define auc.*All labels trained on, too, are 0: give rows with other"
+    ):
+        run_with_validations([None], patience=0, monitor="auc", items=[item])
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step():

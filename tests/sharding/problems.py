@@ -10,6 +10,20 @@ import numpy as np
 from tpurec.sharding.tables import FeatureSpec, TableSpec
 
 MLPERF = Path(__file__).resolve().parents[2] / "examples" / "mlperf_dlrm_v2" / "tables.toml"
+# A list as people write it, of two tables and three features.
+TABLE_LIST = """
+batch_size = 4096
+[[tables]]
+name = "user"
+num_embeddings = 1_000_000
+embedding_dim = 64
+features = [{name = "user_id", ids_per_example = 1}, {name = "friend", ids_per_example = 8}]
+[[tables]]
+name = "item"
+num_embeddings = 5_000
+embedding_dim = 64
+features = [{name = "item_id"}]
+"""
 
 
 def table(name: str, rows: int, dim: int = 64, ids: float = 1.0, **more: object) -> TableSpec:

@@ -1,7 +1,9 @@
 """`tpurec serve` as a process: it says when it is ready, and stops without dropping what it accepted."""
 
+import contextlib
 import http.client
 import json
+import select
 import signal
 import socket
 import subprocess
@@ -97,6 +99,24 @@ def test_what_is_no_http_gets_an_error_of_the_shape_of_all_others(serving, head)
     assert error.keys() == {"code", "message", "row", "field"}
     assert error["code"] == "invalid_http" and "Content-Length" in error["message"]
     assert len(serving.post(small_rows())["scores"]) == len(small_rows()), "others are served on"
+
+
+def test_a_head_without_end_is_refused_before_it_fills_memory(serving):
+    host, port = serving.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: ")
+        with contextlib.suppress(ConnectionError):  # the server closes while we send
+            for _ in range(1000):
+                connection.sendall(b"a" * 10_000)
+                if select.select([connection], [], [], 0.001)[0]:
+                    break
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        error = json.loads(answer.read())["error"]
+    assert (answer.status, error["code"]) in ((431, "head_too_large"), (400, "invalid_http"))  # httptools, h11
+    long = {"x-long": "a" * 20_000}
+    with urllib.request.urlopen(urllib.request.Request(f"{serving.url}/healthz", headers=long), timeout=30) as response:
+        assert response.status == 200
 
 
 def test_a_request_in_flight_is_answered_after_the_signal_and_the_port_is_closed(start):

@@ -9,7 +9,7 @@ from tests.sharding.problems import table
 from tpurec.errors import ConfigError
 from tpurec.sharding.assumptions import Assumptions, rows_of_table
 from tpurec.sharding.choices import ChoiceMaker, column_splits, impossible, stacks_of
-from tpurec.sharding.costs import PARTS, CostModel, packed_width
+from tpurec.sharding.costs import PARTS, CostModel
 from tpurec.sharding.skew import unique_rows
 from tpurec.sharding.tables import FeatureSpec, TableSpec
 from tpurec.topology.slices import SliceTopology
@@ -28,16 +28,12 @@ def part(choice, kind, name):
     return float(getattr(choice, kind)[PARTS.index(name)])
 
 
-def test_packed_widths_tile_128_lanes():
-    assert [packed_width(w) for w in (1, 8, 24, 64, 96, 128, 130, 256)] == [1, 8, 32, 64, 128, 128, 256, 256]
-
-
-def test_row_bytes_hold_weights_state_and_packing():
+def test_row_bytes_hold_weights_and_state_without_gaps():
     costs = model()
     assert costs.row_bytes(table("a", 9, 64), 64) == 64 * 4 + 4  # one accumulator per row
     assert costs.row_bytes(table("a", 9, 64, optimizer="adam"), 64) == 64 * 4 * 3
     assert costs.row_bytes(table("a", 9, 64, optimizer="sgd", dtype="bfloat16"), 64) == 128
-    assert costs.row_bytes(table("a", 9, 24, optimizer="sgd"), 24) == 32 * 4  # packed as 32 columns
+    assert costs.row_bytes(table("a", 9, 24, optimizer="sgd"), 24) == 24 * 4
 
 
 def test_a_lookup_takes_the_longer_of_bytes_and_bundles():

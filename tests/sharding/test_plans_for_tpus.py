@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.sharding.problems import table
-from tpurec.embeddings import RowWiseAdagrad
+from tpurec.embeddings import Adagrad, RowWiseAdagrad
 from tpurec.errors import ConfigError
 from tpurec.kernels.limits import MAX_TENSOR_BYTES, problem_of_rows
 from tpurec.sharding.assumptions import Assumptions
@@ -122,3 +122,21 @@ def test_more_rows_on_a_rank_than_ids_can_name_are_a_problem_of_their_own():
     assert "2,400,000,000 rows on a rank; 2,147,483,647 is the limit" in problem.message and problem.table == "t0"
     assert any("allow every sharding" in remedy["action"] for remedy in problem.remedies)
     assert plan([dataclasses.replace(one, pin_ranks=(number,)) for number, one in enumerate(two)], "v5p-8", 4096).fits
+
+
+@pytest.mark.parametrize("slice_", ["cpu-2", "v6e-4"])
+def test_memory_of_stacks_is_that_of_the_rows_that_execution_lays_out(slice_):
+    """Tables of other widths are stacks of their own: each takes on every rank what it takes on its fullest."""
+    tables = [
+        table(f"t{number}", 80_000, dim, optimizer="adagrad", pin="table_wise", pin_ranks=(number % 2,))
+        for number, dim in enumerate((24, 32, 24, 96, 128))
+    ]
+    found = plan(tables, slice_, 64)
+    configs = [config_of(one) for one in tables]
+    collections = [(configs, [torch.float32] * len(tables), [False] * len(tables))]
+    laid_out = make_stacks(tables_of(found, collections), [Adagrad(lr=0.1)], found.topology.num_ranks)
+    assert sorted((stack.width, stack.rows) for stack in found.stacks) == [
+        (24, 160_000), (32, 80_000), (96, 80_000), (128, 80_000)
+    ]  # fmt: skip
+    needed = sum(stack.num_rows * stack.width * 8 for stack in laid_out)
+    assert found.estimates.hbm_parts["tables_and_optimizer"] == needed

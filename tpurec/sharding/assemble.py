@@ -10,7 +10,7 @@ import numpy as np
 from tpurec.errors import ConfigError
 from tpurec.kernels.limits import num_tensors
 from tpurec.sharding.choices import Choice
-from tpurec.sharding.costs import PARTS, TableTraffic, packed_width
+from tpurec.sharding.costs import PARTS, TableTraffic
 from tpurec.sharding.plan import Estimates, PlacedTable, Rungs, Shard, StackPlan
 from tpurec.sharding.space import NUM_PARTS, Cost, Placement, Space, State
 
@@ -123,7 +123,7 @@ class Assembly:
             for position, table in enumerate(space.tables):
                 choice, _ = self._choice(position)
                 width = table.embedding_dim // (choice.copies if choice.sharding == "column_wise" else 1)
-                same = (packed_width(width), table.dtype, table.optimizer) == (
+                same = (width, table.dtype, table.optimizer) == (
                     stack.width,
                     stack.dtype,
                     stack.optimizer,

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpurec.errors import ConfigError
 from tpurec.kernels.limits import DIM_MULTIPLE, problem_of_rows
-from tpurec.sharding.costs import GROUP_PARTS, LATENCY_FLAGS, PARTS, CostModel, Stack, TableTraffic, packed_width
+from tpurec.sharding.costs import GROUP_PARTS, LATENCY_FLAGS, PARTS, CostModel, Stack, TableTraffic
 from tpurec.sharding.tables import OPTIMIZER_STATE, TableSpec
 
 COLUMN_MULTIPLE = 8  # the kernels move rows as vectors of 8 or 16 lanes
@@ -184,7 +184,7 @@ class ChoiceMaker:
         return vector
 
     def _store(self, vector: np.ndarray, table: TableSpec, rows: int, columns: int, buffers: float) -> np.ndarray:
-        stack = Stack(packed_width(columns), table.dtype, table.optimizer)
+        stack = Stack(columns, table.dtype, table.optimizer)
         vector[self._column[stack]] += self.model.stored_rows(rows) * self.model.row_bytes(table, columns)
         vector[-1] += buffers
         return vector
@@ -326,5 +326,5 @@ def stacks_of(tables: list[TableSpec], num_ranks: int) -> list[Stack]:
     found = set()
     for table in tables:
         for shards in [1, *(column_splits(table, num_ranks) if "column_wise" in table.allowed else [])]:
-            found.add(Stack(packed_width(table.embedding_dim // shards), table.dtype, table.optimizer))
+            found.add(Stack(table.embedding_dim // shards, table.dtype, table.optimizer))
     return sorted(found, key=lambda stack: (stack.width, stack.dtype, stack.optimizer))

@@ -51,7 +51,7 @@ class Stack:
     """Rows of one shape that share a storage: tables, or column shards of them, of one width, dtype and optimizer.
 
     Args:
-        width: elements of a stored row: the shard's columns, padded to what packs into 128 lanes.
+        width: elements of a row: the shard's columns. Rows follow one another without gaps.
         dtype: of the weights.
         optimizer: which state the rows carry.
     """
@@ -59,18 +59,6 @@ class Stack:
     width: int
     dtype: str
     optimizer: str
-
-
-def packed_width(columns: int) -> int:
-    """Elements that a row takes when rows are packed into lines of 128 lanes.
-
-    Args:
-        columns: elements of the row.
-
-    Returns:
-        The next power of two up to 128, then the next multiple of 128 (`[rows * width / 128, 128]` needs one of them).
-    """
-    return 1 << (columns - 1).bit_length() if columns <= 128 else ceil(columns / 128) * 128
 
 
 class CostModel:
@@ -170,7 +158,7 @@ class CostModel:
         return count * (per_vector * ceil(width / self._lanes) + per_row) / self._bundles_per_second
 
     def row_bytes(self, table: TableSpec, columns: int) -> float:
-        """Memory of one stored row: weights and optimizer state, packing included.
+        """Memory of one stored row: weights and optimizer state.
 
         Args:
             table: the table.
@@ -180,8 +168,7 @@ class CostModel:
             Bytes.
         """
         per_row, per_element = OPTIMIZER_STATE[table.optimizer]
-        width = packed_width(columns)
-        return width * table.element_bytes + 4 * (per_row + per_element * width)
+        return columns * table.element_bytes + 4 * (per_row + per_element * columns)
 
     def stored_rows(self, rows: int) -> int:
         """Rows that a shard takes in its stack.

@@ -15,8 +15,8 @@ import numpy as np
 
 _RISE, _FLATTER = 1e-4, 0.5  # weak Wolfe conditions: share of the promised rise, share of the slope that may be left
 _MOST_TRIALS = 8  # step lengths along one direction
-_SETTLED = 1e-6  # rise of a step, as a share of the value, that counts as none
-_PATIENCE = 3  # such steps before it ends
+_SETTLED = 1e-5  # rise of a step, as a share of the value, that counts as none
+_PATIENCE = 2  # such steps before it ends
 
 
 def ascend(

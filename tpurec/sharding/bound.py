@@ -26,7 +26,7 @@ from tpurec.sharding.space import NUM_PARTS, Space
 
 # Limits in nodes and boxes, not in seconds, so that the bound is the same on every machine.
 _FEW_ITEMS = 64
-_BOXES, _BOXES_OF_FEW = 800, 200  # to tell apart at most
+_BOXES, _BOXES_OF_FEW = 800, 64  # to tell apart at most
 _CLOSE, _CLOSE_OF_FEW = 1.02, 1.002  # how near the bound is near enough
 _MIXED_NODES = 20
 _LOOSE = 1.08  # how far a plan of few items may be above the boxes before the mixed program is tried

@@ -29,7 +29,6 @@ _RELIEF_ROUNDS = 12
 _BALANCE_POWERS = (16, 64)
 _MOST_MOVES = 500  # of single shards, per power, while a start is built
 _MANY_ITEMS = 64  # from here on all choices come from boxes, and loads are evened shard by shard
-_ANNEAL_POWERS = (8, 16, 32, 64)
 _REFINE_POWERS = (64, 256)
 _GROUPS_DEARER = 10.0  # how much dearer sums inside groups are while a start is built
 _SETTLED = 5e-4  # relative gain of a cycle below which refining ends
@@ -44,6 +43,7 @@ class _Effort:
         boxes: to tell apart, for each unevenness.
         starts: to build, for each unevenness.
         traded: starts whose tables trade places; how good a start is shows only then.
+        powers: of the means under which they trade, one after the other.
         refined: of those, how many are refined to the end.
         cycles: of refining, at most.
     """
@@ -52,13 +52,14 @@ class _Effort:
     boxes: int
     starts: int
     traded: int
+    powers: tuple[int, ...]
     refined: int
     cycles: int
 
 
-_SMALL_EFFORT = _Effort((1.0,), 40, 2, 0, 0, 0)
-_LARGE_EFFORT = _Effort((1.0, 1.06), 80, 4, 6, 1, 1)
-_HUGE_EFFORT = _Effort((1.06,), 200, 6, 6, 1, 1)
+_SMALL_EFFORT = _Effort((1.0,), 40, 2, 0, (), 0, 0)
+_LARGE_EFFORT = _Effort((1.03, 1.08), 60, 6, 10, (4, 16, 64), 1, 1)
+_HUGE_EFFORT = _Effort((1.06,), 200, 6, 6, (8, 16, 64), 1, 1)
 _HUGE = 200_000  # items x ranks
 
 
@@ -285,7 +286,7 @@ class Packer:
 
         Under a blunt mean trades are made, too, that pay off only after others.
         """
-        for power in _ANNEAL_POWERS:
+        for power in self._effort.powers:
             self.tell(f"trading places in {len(states)} starts")
             # One that no blunt trade helped is as good a start for sharper ones.
             made = [min(state, self._trade(state, power), key=self.value) for state in states]

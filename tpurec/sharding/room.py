@@ -21,6 +21,10 @@ FUNCTIONS: tuple[tuple[str, float], ...] = (
     *(("rounded", share) for share in (0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5)),
     *(("stepped", steps) for steps in (1, 2, 3, 4, 5, 6, 8)),
 )
+_LEAST, _STEPS = (
+    np.array([parameter for kind, parameter in FUNCTIONS if kind == wanted])[:, None]
+    for wanted in ("rounded", "stepped")
+)
 
 
 def room_taken(sizes: np.ndarray, function: int) -> np.ndarray:
@@ -71,7 +75,11 @@ def room_of_all(sizes: np.ndarray, share: np.ndarray) -> np.ndarray:
     Returns:
         float64 `[len(FUNCTIONS)]`.
     """
-    return np.array([share @ room_taken(sizes, function) for function in range(len(FUNCTIONS))])
+    near = np.where(sizes < _LEAST - _TIE, 0.0, sizes)
+    rounded = np.where(sizes > 1 - _LEAST + _TIE, 1.0, near)
+    steps = (_STEPS + 1) * sizes
+    stepped = np.where(np.abs(steps - np.rint(steps)) < _TIE, sizes, np.floor(steps) / _STEPS)
+    return np.concatenate([rounded @ share, stepped @ share])
 
 
 def room_beside(sizes: np.ndarray, others: np.ndarray, share: np.ndarray) -> np.ndarray:

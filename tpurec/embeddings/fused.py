@@ -18,9 +18,7 @@ from tpurec.embeddings.lookup import fused_lookup
 from tpurec.embeddings.optimizers import EmbeddingOptimizer, check_learning_rate, from_torchrec
 from tpurec.embeddings.stack import StackedFeature, TableStack, dtype_of, pooling_of
 from tpurec.errors import ConfigError, DataError
-
-# One tensor of a TPU takes no more; on other devices it costs nothing to keep to it, and a module can move.
-MAX_STACK_BYTES = 16 << 30
+from tpurec.kernels.limits import MAX_TENSOR_BYTES
 
 
 class FusedEmbeddingBagCollection(EmbeddingBagCollectionInterface):
@@ -361,7 +359,8 @@ def _stack_number(table: EmbeddingBagConfig, stacks: list[list[EmbeddingBagConfi
         return 0
     num_rows = table.num_embeddings + sum(other.num_embeddings for other in stacks[-1])
     state_bytes = 4  # per value: Adagrad's accumulators are float32 whatever the table is
-    fits = num_rows * table.embedding_dim * state_bytes <= MAX_STACK_BYTES and num_rows < 2**31
+    # One tensor of a TPU takes no more; on other devices it costs nothing to keep to it, and a module can move.
+    fits = num_rows * table.embedding_dim * state_bytes <= MAX_TENSOR_BYTES and num_rows < 2**31
     return len(stacks) - 1 if fits else len(stacks)
 
 

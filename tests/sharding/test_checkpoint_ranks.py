@@ -437,6 +437,29 @@ def test_a_plain_torchrec_collection_and_a_fused_one_take_what_four_ranks_saved(
     load_checkpoint(path, {}, prefix="optimizer.", partial=True)
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_tables_of_one_storage_take_one_number_of_updates_and_not_the_last_of_several(tmp_path, agree):
+    from torchrec import EmbeddingBagConfig
+
+    from tpurec.embeddings import Adam, FusedEmbeddingBagCollection
+
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=5, embedding_dim=4, feature_names=[name]) for name in ("a", "b")
+    ]
+    fused = FusedEmbeddingBagCollection(configs, Adam(lr=0.1))
+    state = {f"optimizer.ebc.{name}": tensor.clone() + 1 for name, tensor in fused.optimizer_state_dict().items()}
+    state["optimizer.ebc.embedding_bags.a.step"] = torch.tensor(7, dtype=torch.int32)
+    state["optimizer.ebc.embedding_bags.b.step"] = torch.tensor(7 if agree else 0, dtype=torch.int32)
+    (path,) = on_ranks(1, lambda ranks: checkpointer(tmp_path, ranks).save(1, state, {}))
+    if agree:
+        load_checkpoint(path, fused.optimizer_state_dict(), prefix="optimizer.ebc.")
+        assert fused.optimizer_state_dict()["embedding_bags.a.step"] == 7
+        return
+    with pytest.raises(CheckpointError, match=r"a\.step' is 7 and .*b\.step' is 0; here they are one number"):
+        load_checkpoint(path, fused.optimizer_state_dict(), prefix="optimizer.ebc.")
+    assert not any(tensor.any() for tensor in fused.optimizer_state_dict().values()), "nothing was loaded"
+
+
 def test_the_example_of_the_docs_loads_what_four_ranks_saved(tmp_path):
     from torchrec import EmbeddingBagConfig
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: names of checkpoint and `tensors` differ, a dtype or shape differs, rows or columns are in no
-            piece or in several; nothing was loaded then. Or a file is missing or damaged: tensors may be overwritten
-            in part.
+            piece or in several, or numbers differ that are one tensor here; nothing was loaded then. Or a file is
+            missing or damaged: tensors may be overwritten in part.
 
     Example:
         >>> load_checkpoint(folder, model.state_dict(), prefix="model.")
@@ -75,11 +76,8 @@ def load_checkpoint(
         _check_fit(manifest, stored[piece.name], piece)
     _check_complete(manifest, {piece.name for piece in wanted})
     _check_folder(manifest)
-    pieces_by_file = _by_file(manifest)
-    for file, reads in _plan_reads(stored, wanted).items():
-        with _opened(manifest, file, pieces_by_file[file], verify) as stream:
-            for (name, piece), targets in reads.items():
-                _read(stream, name, stored[name], piece, targets, verify)
+    _check_shared(manifest, wanted, verify)
+    _take(manifest, wanted, verify)
     return manifest
 
 
@@ -150,6 +148,37 @@ def _check_folder(manifest: CheckpointManifest) -> None:
     unlisted = {piece.file for tensor in manifest.tensors.values() for piece in tensor.pieces} - manifest.files.keys()
     if unlisted:
         raise manifest.damaged(manifest.folder, f"a piece is in {min(unlisted)!r}, which its manifest does not list")
+
+
+def _check_shared(manifest: CheckpointManifest, wanted: Iterable[TensorPiece], verify: bool) -> None:
+    """Tables of one storage have one number of updates: of two in the checkpoint, the last one read would hold."""
+    groups: dict[int, list[TensorPiece]] = {}
+    for piece in wanted:
+        if not piece.tensor.dim() and piece.tensor.device.type == "cpu":
+            groups.setdefault(piece.tensor.data_ptr(), []).append(piece)
+    shared = [
+        [replace(piece, tensor=torch.zeros_like(piece.tensor)) for piece in group]
+        for group in groups.values()
+        if len({piece.name for piece in group}) > 1
+    ]
+    if shared:
+        _take(manifest, [piece for group in shared for piece in group], verify)
+    for first, *others in shared:
+        for other in others:
+            if not torch.equal(first.tensor, other.tensor):
+                raise CheckpointError(
+                    f"{manifest.folder}: {first.name!r} is {first.tensor.item()} and {other.name!r} is "
+                    f"{other.tensor.item()}; here they are one number.",
+                    RELOAD,
+                )
+
+
+def _take(manifest: CheckpointManifest, wanted: Iterable[TensorPiece], verify: bool) -> None:
+    pieces_by_file = _by_file(manifest)
+    for file, reads in _plan_reads(manifest.tensors, wanted).items():
+        with _opened(manifest, file, pieces_by_file[file], verify) as stream:
+            for (name, piece), targets in reads.items():
+                _read(stream, name, manifest.tensors[name], piece, targets, verify)
 
 
 def _plan_reads(

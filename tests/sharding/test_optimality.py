@@ -1,6 +1,6 @@
 """Plans of small problems against brute force, and lower bounds that hold."""
 
-from itertools import combinations, product
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tpurec.sharding.bound import lower_bound
 from tpurec.sharding.boxes import Boxes
 from tpurec.sharding.packing import Packer
 from tpurec.sharding.planner import make_space, plan
-from tpurec.sharding.space import Placement, State
+from tpurec.sharding.space import State
 from tpurec.topology.slices import SliceTopology
 
 SLICES = ("cpu-2", "cpu-3", "v6e-4", "v5p-8", "v6e-8")
@@ -48,15 +48,25 @@ def brute_force(space):
         mine = []
         for number, choice in enumerate(item.choices):
             if choice.group:
-                mine += [(number, tuple(sorted(map(int, g)))) for g in space.groups[choice.group]]
+                mine += [(number, g) for g in space.groups[choice.group]]
             else:
-                mine += [(number, owners) for owners in combinations(ranks, choice.copies)]
+                mine += [(number, np.array(owners, dtype=np.int64)) for owners in combinations(ranks, choice.copies)]
         options.append(mine)
-    best = None
-    for picks in product(*options):
-        cost = space.cost(Placement(tuple(c for c, _ in picks), tuple(r for _, r in picks)))
-        if cost.bytes <= space.model.capacity_bytes and (best is None or cost.seconds < best):
-            best = cost.seconds
+    best, state = None, State(space)
+
+    def place(item):
+        nonlocal best
+        if item == len(options):
+            cost = state.cost()
+            if cost.bytes <= space.model.capacity_bytes and (best is None or cost.seconds < best):
+                best = cost.seconds
+            return
+        for number, owners in options[item]:
+            state.put(item, number, owners)
+            place(item + 1)
+            state.take(item)
+
+    place(0)
     return best
 
 
@@ -81,24 +91,16 @@ def compare(seeds, monkeypatch, heuristic):
     return np.array(above)
 
 
-def test_small_plans_are_optimal(monkeypatch):
-    above = compare(range(20), monkeypatch, heuristic=False)
-    assert len(above) >= 15
-    assert above.max() <= 1e-9
-
-
-def test_the_heuristic_alone_is_close_on_small_problems(monkeypatch):
-    above = compare(range(10), monkeypatch, heuristic=True)
-    assert above.max() <= 0.05
-    assert np.median(above) <= 1e-9
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
 def test_200_small_problems_against_brute_force(monkeypatch):
     above = compare(range(200), monkeypatch, heuristic=False)
     assert len(above) >= 150
-    assert above.max() <= 0.05 and np.median(above) <= 1e-9
+    assert above.max() <= 1e-9  # asked for: 5 %, and 0 in the middle
+
+
+def test_the_heuristic_alone_is_close_on_small_problems(monkeypatch):
+    above = compare(range(25), monkeypatch, heuristic=True)
+    assert above.max() <= 0.05
+    assert np.median(above) <= 1e-9
 
 
 @pytest.mark.slow

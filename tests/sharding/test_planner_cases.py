@@ -78,6 +78,20 @@ def test_rows_that_do_not_divide_are_padded_and_owned_once(rows, sharding):
         assert shard.rule in ("all", "replicated") and counts[shard.ranks[0]] == rows
 
 
+@pytest.mark.parametrize(
+    ("way", "slice_", "others"),
+    [
+        ("row_wise", "v6e-1", "data_parallel or table_wise"),
+        ("table_row_wise", "cpu-4", "data_parallel or table_wise or column_wise or row_wise"),
+    ],
+)
+def test_a_refused_sharding_comes_with_those_that_are_possible(way, slice_, others):
+    """case 18: the way out is not what was just refused."""
+    with pytest.raises(ConfigError) as caught:
+        plan([table("t", 100, 64, pin=way)], slice_, 64)
+    assert str(caught.value).endswith(f"Allow another sharding: it can be {others}.")
+
+
 def test_idle_ranks_are_visible():
     """case 20: 16 chips but a plan that uses 8."""
     eight = [table(f"t{i}", 1000, 64, pin="table_wise", pin_ranks=(i,)) for i in range(8)]
@@ -103,7 +117,9 @@ def test_109_gb_do_not_fit_two_chips_of_32_gb():
     assert answer.problems[0].bytes_missing > 109e9 / 2 - 31.24 * 2**30
     assert {"dense_model", "activations", "tables_and_optimizer", "exchange_buffers"} <= set(answer.hbm_parts)
     assert "t0" in answer.problems[0].message or answer.problems[0].table.startswith("t")
-    assert any("cpu-4" in way["action"] for way in answer.problems[0].remedies)
+    assert "use cpu-4 (4 ranks instead of 2)" in [way["action"] for way in answer.problems[0].remedies]
+    alone = plan(tables, "cpu-1", 4096, two).problems[0]
+    assert "with optimizer state) on one rank: the most compact plan" in alone.message
 
 
 @pytest.mark.parametrize(
@@ -135,8 +151,13 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused_at_planning(batch, advic
 def test_rows_that_int32_cannot_count_are_refused_at_planning():
     """case 38: local rows are int32 in the kernels."""
     huge = table("t", 2**32, 8, allow=("table_wise",))
-    with pytest.raises(ConfigError, match="4294967296 rows on 4 ranks: local rows exceed int32"):
+    with pytest.raises(ConfigError, match="4294967296 rows on one rank: local rows exceed int32") as caught:
         plan([huge], "v6e-4", 64)
+    assert "Allow row_wise" in str(caught.value), "on a larger slice it would still be on one rank"
+    with pytest.raises(ConfigError, match=r"on 4 ranks: local rows exceed int32\. Use a larger slice"):
+        plan([table("t", 2**34, 8)], "v6e-4", 64)
+    on_a_host = table("t", 2**32, 8, allow=("table_row_wise",))  # 2^30 rows on each of four ranks
+    assert isinstance(plan([on_a_host], "v6e-16", 64).fits, bool)
     assert isinstance(plan([dataclasses.replace(huge, allow=None)], "v6e-4", 64).fits, bool)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from tpurec.errors import ConfigError
 from tpurec.kernels.limits import DIM_MULTIPLE, problem_of_rows
 from tpurec.sharding.costs import GROUP_PARTS, LATENCY_FLAGS, PARTS, CostModel, Stack, TableTraffic
-from tpurec.sharding.tables import OPTIMIZER_STATE, TableSpec
+from tpurec.sharding.tables import OPTIMIZER_STATE, SHARDINGS, TableSpec
 
 COLUMN_MULTIPLE = 8  # the kernels move rows as vectors of 8 or 16 lanes
 _FLAG = {name: 1 << bit for bit, name in enumerate(LATENCY_FLAGS)}
@@ -153,10 +153,11 @@ class ChoiceMaker:
         if not possible and whole is not None:
             raise ConfigError(f"table {table.name!r} cannot be trained on {model.slice.name}: {whole[0]}", whole[1])
         if not possible:
+            others = [way for way in SHARDINGS if impossible(table, way, model) is None]
             raise ConfigError(
                 f"table {table.name!r} cannot be {' or '.join(table.allowed)} on {model.slice.name}: "
                 f"{'; '.join(reason for reason in reasons if reason)}.",
-                "Allow another sharding, such as row_wise or table_wise.",
+                f"Allow another sharding: it can be {' or '.join(others)}.",
             )
         choices: list[Choice] = []
         for sharding in possible:

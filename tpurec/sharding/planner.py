@@ -16,7 +16,7 @@ from tpurec.sharding.plan import Estimates, Infeasible, PlacedTable, Plan, Probl
 from tpurec.sharding.remedies import find_remedies
 from tpurec.sharding.search import Clock, Found, search
 from tpurec.sharding.space import NUM_PARTS, Space
-from tpurec.sharding.stack_limits import refused
+from tpurec.sharding.stack_limits import MAX_ROWS, refused
 from tpurec.sharding.tables import TableSpec, check_names
 from tpurec.sharding.widths import with_fewer_widths
 from tpurec.topology.slices import SliceTopology
@@ -164,14 +164,10 @@ def make_space(tables: Sequence[TableSpec], slice_: SliceTopology, batch_size: i
     """
     check_names(list(tables))
     check_batch(batch_size, slice_)
-    ranks = slice_.num_ranks
+    model = CostModel(slice_, batch_size, assumptions.on(slice_))
     for table in tables:
-        if table.num_embeddings > 2**31 - 1 and _rows_of_smallest_shard(table, ranks) > 2**31 - 1:
-            raise ConfigError(
-                f"table {table.name!r}: {table.num_embeddings} rows on {ranks} ranks: local rows exceed int32.",
-                "Use a larger slice, or hash ids into fewer rows.",
-            )
-    return Space(tables, CostModel(slice_, batch_size, assumptions.on(slice_)))
+        _check_rows(table, model)
+    return Space(tables, model)
 
 
 def check_batch(batch_size: int, slice_: SliceTopology) -> None:
@@ -193,8 +189,20 @@ def check_batch(batch_size: int, slice_: SliceTopology) -> None:
         )
 
 
-def _rows_of_smallest_shard(table: TableSpec, ranks: int) -> int:
-    return ceil(table.num_embeddings / ranks) if "row_wise" in table.allowed else table.num_embeddings
+def _check_rows(table: TableSpec, model: CostModel) -> None:
+    """Refuse a table of which every sharding that is allowed puts more rows on a rank than 32-bit ids can name."""
+    if table.num_embeddings <= MAX_ROWS:
+        return
+    largest_group = max((len(groups[0]) for _, groups in model.groups.values()), default=1)
+    owners = {"row_wise": model.num_ranks, "table_row_wise": largest_group}
+    most = max(owners.get(sharding, 1) for sharding in table.allowed)
+    if ceil(table.num_embeddings / most) > MAX_ROWS:
+        by_rows = "Use a larger slice" if "row_wise" in table.allowed else "Allow row_wise"
+        raise ConfigError(
+            f"table {table.name!r} ({', '.join(table.allowed)}): {table.num_embeddings} rows on "
+            f"{_ranks(most)}: local rows exceed int32.",
+            f"{by_rows}, or hash ids into fewer rows.",
+        )
 
 
 def _nothing_left(space: Space) -> list[Problem]:
@@ -236,7 +244,7 @@ def _all_too_large(space: Space, found: Found) -> Problem:
     total = sum(table.weight_bytes + table.state_bytes for table in space.tables)
     needed, constant = _gib(found.cost.bytes), _gib(space.constant_bytes)
     message = (
-        f"{len(space.tables)} tables ({_gib(total)} with optimizer state) on {space.model.num_ranks} ranks: the most "
+        f"{len(space.tables)} tables ({_gib(total)} with optimizer state) on {_ranks(space.model.num_ranks)}: the most "
         f"compact plan needs {needed} a rank, of which {constant} for dense model, activations, inputs and programs; "
         f"{space.model.slice.name} has {_gib(space.model.capacity_bytes)} after the reserve. The largest table is "
         f"{largest.name!r} ({_gib(largest.weight_bytes + largest.state_bytes)})."
@@ -246,3 +254,7 @@ def _all_too_large(space: Space, found: Found) -> Problem:
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _ranks(number: int) -> str:
+    return "one rank" if number == 1 else f"{number} ranks"

@@ -34,6 +34,7 @@ def find_remedies(
         last. If only several changes together help, they are one entry.
     """
     batch_size, name = answer.batch_size, answer.problems[0].table
+    unit = "chips" if slice_.chip else "ranks"
     found = []
     for action, changed in _changes(list(tables), name) if name else ():
         if found and action.startswith("together"):
@@ -49,7 +50,8 @@ def find_remedies(
     for bigger in larger(slice_, _LARGER_SLICES):
         plan = _try(planner, tables, bigger, batch_size)
         if plan is not None:
-            found.append(_describe(f"use {bigger.name} ({bigger.num_chips} chips instead of {slice_.num_chips})", plan))
+            sizes = f"{bigger.num_chips} {unit} instead of {slice_.num_chips}"
+            found.append(_describe(f"use {bigger.name} ({sizes})", plan))
             break
     else:
         free = [_freed(entry) for entry in tables]
@@ -57,7 +59,7 @@ def find_remedies(
             for bigger in larger(slice_, _LARGER_SLICES):
                 plan = _try(planner, free, bigger, batch_size)
                 if plan is not None:
-                    text = f"use {bigger.name} ({bigger.num_chips} chips) and allow every sharding"
+                    text = f"use {bigger.name} ({bigger.num_chips} {unit}) and allow every sharding"
                     found.append(_describe(text, plan))
                     break
     return tuple(found)

@@ -111,8 +111,7 @@ def test_stochastic_rounding_is_the_same_on_the_cpu_and_in_jax_to_the_bit():
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 @pytest.mark.parametrize(
     "rule",
-    [RowOptimizer("adam"), RowOptimizer("rowwise_adam"), RowOptimizer("sgd", max_norm=1.0),
-     RowOptimizer("adagrad", weight_decay=0.1, decoupled=True), RowOptimizer("sgd", rounding_seed=0)],
+    [RowOptimizer("sgd", max_norm=1.0), RowOptimizer("adam", rounding_seed=0)],
     ids=lambda rule: rule.beyond_kernels.replace(" ", "_"),
 )  # fmt: skip
 def test_what_has_no_kernel_runs_in_plain_jax_and_says_so(rule, chip):
@@ -137,14 +136,14 @@ def test_an_update_without_ids_counts_a_step():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "7x"])
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
 @pytest.mark.parametrize("name", ["adam", "rowwise_adam"])
-def test_compiles_in_place_with_temporaries_of_the_ids_alone(name, chip):
+def test_plain_jax_compiles_in_place_with_temporaries_of_the_ids_alone(name, chip):
     """Table and moments are aliased; temporaries: at most 6 x `[ids, dim]` float32, also with 8 times the rows."""
     device, sizes = target(chip), set()
     for num_rows in (1 << 17, 1 << 20) if chip == "v6e" else (1 << 20,):
         function, inputs, donate = update_program(
-            device, num_rows=num_rows, dim=128, num_bags=4096, ids_per_bag=1, optimizer=name
+            device, num_rows=num_rows, dim=128, num_bags=4096, ids_per_bag=1, optimizer=name, implementation="plain"
         )
         memory = device.memory(function, *inputs, donate=donate)
         storage = Storage(num_rows, 128)

@@ -36,8 +36,11 @@ from jax.experimental.pallas import tpu_sc as plsc
 from tpurec.kernels.dedup import UniqueRows, unique_rows
 from tpurec.kernels.dispatch import Shape
 from tpurec.kernels.limits import MAX_TENSOR_BYTES
-from tpurec.kernels.optimizers import RowOptimizer
+from tpurec.kernels.moments import MOMENT_NAMES, step_scalars
+from tpurec.kernels.optimizer_state import by_array
+from tpurec.kernels.optimizers import ACCUMULATORS, RowOptimizer
 from tpurec.kernels.sparsecore_rows import RowMath
+from tpurec.kernels.storage import Storage
 from tpurec.topology.chips import Chip
 
 _LIST_SLOTS = 4  # lists of block t + 2 arrive while block t is written back
@@ -115,10 +118,12 @@ def _scratch_bytes(shape: Shape, chip: Chip, cut: Layout) -> int:
     """Bytes of `_scratch` for one vector subcore."""
     lanes, dim = chip.sparse_core.num_lanes, shape.storage.dim
     block = cut.block_slots * shape.storage.row_words + dim
-    per_row = {"sgd": 0, "adagrad": cut.block_slots * dim, "rowwise_adagrad": cut.block_slots + lanes + 1}
-    lists = _LIST_SLOTS * (2 * cut.rows_per_block + lanes) + cut.block_slots * cut.rows_per_block * 2 * 8
+    per_row = {"element": cut.block_slots * dim, "row": cut.block_slots + lanes + 1}
+    kinds = ACCUMULATORS[shape.optimizer]
+    arrays = 1 + kinds.count("element")
+    lists = _LIST_SLOTS * (2 * cut.rows_per_block + lanes) + cut.block_slots * cut.rows_per_block * arrays * 8
     chunks = _INDEX_SLOTS * cut.ids_per_chunk * 2 + _GRADIENT_SLOTS * cut.ids_per_chunk * dim
-    return 4 * (cut.rows_per_block * (block + per_row[shape.optimizer]) + lists + chunks + 4 * lanes)
+    return 4 * (cut.rows_per_block * (block + sum(per_row[kind] for kind in kinds)) + lists + chunks + 6 * lanes)
 
 
 def limit(shape: Shape, chip: Chip | None, config: Config) -> str | None:
@@ -165,14 +170,15 @@ def hbm_bytes(shape: Shape, chip: Chip, config: Config, num_used: int, num_uniqu
     core, cut, storage = chip.sparse_core, layout(shape, chip, config), shape.storage
     blocks = math.ceil(num_unique / cut.rows_per_block)
     workers = min(core.num_workers, blocks)
-    row_state = {"sgd": 0, "adagrad": storage.dim * 4, "rowwise_adagrad": max(4, core.dma_granule_bytes)}
-    rows = 2 * num_unique * (storage.row_bytes + row_state[shape.optimizer])
+    per_kind = {"element": storage.dim * 4, "row": max(4, core.dma_granule_bytes)}
+    state = sum(per_kind[kind] for kind in ACCUMULATORS[shape.optimizer])
+    rows = 2 * num_unique * (storage.row_bytes + state)
     lists = blocks * (2 * cut.rows_per_block + core.num_lanes) * 4
     gradient = storage.dim * 4
     occurrences = num_used + workers * (cut.ids_per_chunk + 7)
     per_occurrence = 4 * (2 if weighted else 1) + (0 if cut.shared_gradients else gradient)
     staged = core.num_cores * shape.num_bags * gradient if cut.shared_gradients else 0
-    scalars = core.num_workers * 4 * core.num_lanes * 4
+    scalars = core.num_workers * (6 if shape.optimizer in MOMENT_NAMES else 4) * core.num_lanes * 4
     return rows + lists + occurrences * per_occurrence + staged + scalars
 
 
@@ -211,20 +217,22 @@ def run(
         New parts and new state.
     """
     unique = unique_rows(ids_N, offsets, weights_N, shape.storage.num_rows, shape.pooling)
+    *state, count = (*state, None) if not optimizer.counts_steps else (*state[:-1], state[-1] + 1)
     part_refs, state_refs = [jax.new_ref(part) for part in parts], [jax.new_ref(one) for one in state]
     update_unique(
         part_refs,
         state_refs,
         grads_BD,
         unique,
-        lr,
+        step_scalars(optimizer, lr, count),
         shape=shape,
         optimizer=optimizer,
         chip=chip,
         cut=layout(shape, chip, config),
         interpret=interpret,
     )
-    return tuple(ref[...] for ref in part_refs), tuple(ref[...] for ref in state_refs)
+    counted = () if count is None else (count,)
+    return tuple(ref[...] for ref in part_refs), (*(ref[...] for ref in state_refs), *counted)
 
 
 def update_unique(
@@ -232,7 +240,7 @@ def update_unique(
     state_refs: Sequence[Any],
     grads_BD: jax.Array,
     unique: UniqueRows,
-    lr: jax.Array,
+    scalars: Sequence[jax.Array],
     *,
     shape: Shape,
     optimizer: RowOptimizer,
@@ -244,10 +252,10 @@ def update_unique(
 
     Args:
         part_refs: refs of the storage's parts, changed in place.
-        state_refs: refs of the accumulators, changed in place.
+        state_refs: refs of the accumulators, changed in place; a step count is not among them.
         grads_BD: float32 `[B, D]`.
         unique: sorted unique rows.
-        lr: float32 scalar.
+        scalars: of `optimizers.step_scalars`.
         shape: storage, sizes and optimizer.
         optimizer: the rule.
         chip: a chip with SparseCores.
@@ -264,11 +272,11 @@ def update_unique(
         "starts": jnp.pad(unique.starts_N, (0, padded + lanes - num_ids - 1), mode="edge"),
         "bags": jnp.pad(unique.bags_N, (0, chunk + 8)),
         "count": jnp.full((lanes,), unique.count, jnp.int32),
-        "lr": jnp.full((lanes,), lr, jnp.float32),
+        "scalars": jnp.repeat(jnp.stack(scalars).astype(jnp.float32), lanes),
     }
     if unique.factors_N is not None:
         inputs["factors"] = jnp.pad(unique.factors_N, (0, chunk + 8))
-    scratch = _scratch(shape, optimizer, core, cut, unique.factors_N is not None)
+    scratch = _scratch(shape, optimizer, core, cut, unique.factors_N is not None, len(scalars))
     mesh = plsc.VectorSubcoreMesh(
         core_axis_name="core", subcore_axis_name="subcore", num_cores=core.num_cores, num_subcores=core.num_subcores
     )
@@ -287,16 +295,20 @@ def update_unique(
     kernel(*part_refs, *state_refs, *inputs.values())
 
 
-def _scratch(shape: Shape, optimizer: RowOptimizer, core: Any, cut: Layout, factors: bool) -> dict[str, Any]:
+def _scratch(
+    shape: Shape, optimizer: RowOptimizer, core: Any, cut: Layout, factors: bool, num_scalars: int
+) -> dict[str, Any]:
     storage, block, chunk, lanes = shape.storage, cut.rows_per_block, cut.ids_per_chunk, core.num_lanes
     of_state = optimizer.state_storage(storage)
-    lists = _num_lists(storage.num_parts) + (_num_lists(of_state.num_parts) if of_state else 0)
+    kinds = ACCUMULATORS[optimizer.name]
+    lists = _num_lists(storage.num_parts)
+    lists += kinds.count("element") * (_num_lists(of_state.num_parts) if of_state else 0)
     found = {
         "row_list": pltpu.VMEM((_LIST_SLOTS, block), jnp.int32),
         "start_list": pltpu.VMEM((_LIST_SLOTS, block + lanes), jnp.int32),
         "part_list": pltpu.VMEM((cut.block_slots * max(lists, 1), block), jnp.int32),
         "scalar": pltpu.VMEM((2, lanes), jnp.int32),
-        "rate": pltpu.VMEM((lanes,), jnp.float32),
+        "rate": pltpu.VMEM((num_scalars * lanes,), jnp.float32),
         "table": pltpu.VMEM((cut.block_slots, block, storage.row_words), storage.word_dtype),
         "sums": pltpu.VMEM((block, storage.dim), jnp.float32),
         "bag_list": pltpu.VMEM((_INDEX_SLOTS, chunk), jnp.int32),
@@ -311,10 +323,10 @@ def _scratch(shape: Shape, optimizer: RowOptimizer, core: Any, cut: Layout, fact
         found["factor_list"] = pltpu.VMEM((_INDEX_SLOTS, chunk), jnp.float32)
     if cut.shared_gradients:
         found["shared"] = pltpu.VMEM_SHARED((shape.num_bags, storage.dim), jnp.float32)
-    if optimizer.name == "adagrad":
-        found["state"] = pltpu.VMEM((cut.block_slots, block, storage.dim), jnp.float32)
-    if optimizer.name == "rowwise_adagrad":
-        found["state"] = pltpu.VMEM((cut.block_slots, block), jnp.float32)
+    for number, kind in enumerate(kinds):
+        row = (storage.dim,) if kind == "element" else ()
+        found[f"state{number}"] = pltpu.VMEM((cut.block_slots, block, *row), jnp.float32)
+    if "row" in kinds:
         found["squares"] = pltpu.VMEM((block, lanes), jnp.float32)
         found["scale"] = pltpu.VMEM((block,), jnp.float32)
     return found
@@ -328,23 +340,26 @@ def _num_lists(num_parts: int) -> int:
 def _kernel(names, shape, optimizer, core, cut, num_parts, num_states, *refs, **scratch):
     storage, of_state = shape.storage, optimizer.state_storage(shape.storage)
     parts = [ref.reshape(storage.rows_per_part, storage.row_words) for ref in refs[:num_parts]]
-    states = list(refs[num_parts : num_parts + num_states])
-    if of_state is not None:
-        states = [ref.reshape(of_state.rows_per_part, of_state.row_words) for ref in states]
+    arrays = [_Array(storage, parts, "table")]
+    groups = by_array(optimizer, tuple(refs[num_parts : num_parts + num_states]), storage)
+    for number, (kind, group) in enumerate(zip(ACCUMULATORS[optimizer.name], groups, strict=False)):
+        if kind == "element":
+            group = [ref.reshape(of_state.rows_per_part, of_state.row_words) for ref in group]
+        arrays.append(_Array(of_state if kind == "element" else None, group, f"state{number}"))
     inputs = dict(zip(names, refs[num_parts + num_states :], strict=True))
     scratch = type("Scratch", (), scratch)
     if cut.shared_gradients:
         _stage(inputs["grads"], scratch.shared, core)
     # Each worker takes a run of blocks.
     pltpu.sync_copy(inputs["count"], scratch.scalar.at[0])
-    pltpu.sync_copy(inputs["lr"], scratch.rate)
+    pltpu.sync_copy(inputs["scalars"], scratch.rate)
     count = scratch.scalar[0, pl.ds(0, core.num_lanes)][0]
     num_blocks = (count + cut.rows_per_block - 1) // cut.rows_per_block
     per_worker = (num_blocks + core.num_workers - 1) // core.num_workers
     worker = lax.axis_index("core") * core.num_subcores + lax.axis_index("subcore")
     first = jnp.minimum(worker * per_worker, num_blocks)
     last = jnp.minimum(first + per_worker, num_blocks)
-    blocks = _Blocks(storage, of_state, parts, states, inputs, scratch, cut, core, last)
+    blocks = _Blocks(arrays, inputs, scratch, cut, core, last)
     stream = _Gradients(inputs, scratch, cut, core, storage.dim, first, last)
     rows = RowMath(storage, optimizer, core.num_lanes, cut.rows_per_block, scratch)
 
@@ -396,11 +411,26 @@ def _stage(grads, shared, core) -> None:
     plsc.subcore_barrier()
 
 
+@dataclass(frozen=True)
+class _Array:
+    """The table or an accumulator.
+
+    Args:
+        storage: of its rows; None for a word per row, which is one part.
+        refs: its parts.
+        buffer: name of the scratch that holds a block of it.
+    """
+
+    storage: Storage | None
+    refs: Sequence[Any]
+    buffer: str
+
+
 class _Blocks:
     """Lists, rows and accumulators of blocks of unique rows, between HBM and VMEM."""
 
-    def __init__(self, storage, of_state, parts, states, inputs, scratch, cut, core, last):
-        self.storage, self.of_state, self.parts, self.states = storage, of_state, parts, states
+    def __init__(self, arrays, inputs, scratch, cut, core, last):
+        self.arrays = arrays
         self.rows, self.starts, self.scratch = inputs["rows"], inputs["starts"], scratch
         self.block, self.slots, self.lanes, self.last = cut.rows_per_block, cut.block_slots, core.num_lanes, last
 
@@ -421,35 +451,34 @@ class _Blocks:
     def _local_lists(self, t):
         """Rows of each part within the part; -1, which the DMA skips, for rows of the others."""
         slot, k = lax.rem(t, _LIST_SLOTS), lax.rem(t, self.slots) * self._lists_per_slot()
-        for storage, refs in self._split():
-            for part in range(len(refs)):
+        for array in self._split():
+            for part in range(len(array.refs)):
                 for g in range(self.block // self.lanes):
                     lanes = pl.ds(g * self.lanes, self.lanes)
-                    local = self.scratch.row_list[slot, lanes] - part * storage.rows_per_part
-                    here = (local >= 0) & (local < storage.rows_per_part)
+                    local = self.scratch.row_list[slot, lanes] - part * array.storage.rows_per_part
+                    here = (local >= 0) & (local < array.storage.rows_per_part)
                     self.scratch.part_list[k, lanes] = jnp.where(here, local, -1)
                 k += 1
 
     def _split(self):
-        """Storages of several parts, with these."""
-        pairs = [(self.storage, self.parts), (self.of_state, self.states)]
-        return [(storage, refs) for storage, refs in pairs if storage is not None and len(refs) > 1]
+        """Arrays of several parts."""
+        return [array for array in self.arrays if len(array.refs) > 1]
 
     def _lists_per_slot(self):
-        return sum(len(refs) for _, refs in self._split())
+        return sum(len(array.refs) for array in self._split())
 
     def _row_copies(self, t, write):
         slot, lists = lax.rem(t, self.slots), lax.rem(t, _LIST_SLOTS)
         k = slot * self._lists_per_slot()
         sem = (self.scratch.write_sem if write else self.scratch.fetch_sem).at[slot]
         copies = []
-        for refs, buffer in ((self.parts, "table"), (self.states, "state")):
-            for ref in refs:
+        for array in self.arrays:
+            for ref in array.refs:
                 index = self.scratch.row_list.at[lists]
-                if len(refs) > 1:
+                if len(array.refs) > 1:
                     index, k = self.scratch.part_list.at[k], k + 1
                 hbm = ref.at[plsc.Indices(index, ignored_value=-1)]
-                vmem = getattr(self.scratch, buffer).at[slot]
+                vmem = getattr(self.scratch, array.buffer).at[slot]
                 copies.append(pltpu.make_async_copy(*((vmem, hbm) if write else (hbm, vmem)), sem))
         return copies
 

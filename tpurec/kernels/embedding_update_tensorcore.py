@@ -29,7 +29,8 @@ from jax.experimental.pallas import tpu as pltpu
 from tpurec.kernels.bfloat16_words import halves, word_of
 from tpurec.kernels.dedup import sorted_occurrences
 from tpurec.kernels.dispatch import Shape
-from tpurec.kernels.optimizers import RowOptimizer, decayed, rate
+from tpurec.kernels.moments import MOMENT_NAMES, first_moment, moment_rate, second_moment, step_scalars
+from tpurec.kernels.optimizers import ACCUMULATORS, RowOptimizer, decayed, rate, shrunk
 from tpurec.kernels.storage import LANES, Storage
 from tpurec.topology.chips import Chip
 
@@ -83,8 +84,8 @@ def limit(shape: Shape, chip: Chip | None, config: Config) -> str | None:
         return f"{shape.plain_only}: in plain JAX only"
     if shape.storage.num_parts > 1:
         return f"it takes one part, the storage has {shape.storage.num_parts}"
-    if shape.optimizer == "adagrad" and shape.storage.columns_per_word == 2:
-        return "adagrad on a bfloat16 table: table and accumulators do not lie alike"
+    if "element" in ACCUMULATORS[shape.optimizer] and shape.storage.columns_per_word == 2:
+        return f"{shape.optimizer} on a bfloat16 table: table and accumulators do not lie alike"
     if config.ids_per_chunk % LANES:
         return f"ids_per_chunk {config.ids_per_chunk} is no multiple of {LANES}"
     need, most = _vmem_bytes(shape, config), int(chip.tensor_core_vmem_bytes * _MAX_VMEM_SHARE)
@@ -101,7 +102,7 @@ def _gradient_words(storage: Storage) -> int:
 
 def _vmem_bytes(shape: Shape, config: Config) -> int:
     groups = _Groups.of(shape.storage)
-    state_lines = {"sgd": 0, "adagrad": groups.lines, "rowwise_adagrad": 1}[shape.optimizer]
+    state_lines = sum({"element": groups.lines, "row": 1}[kind] for kind in ACCUMULATORS[shape.optimizer])
     lines = config.ids_per_chunk * (groups.lines + state_lines) * LANES
     return 4 * (
         -(-shape.num_bags // 8) * 8 * _gradient_words(shape.storage) + lines + 8 * _gradient_words(shape.storage)
@@ -129,8 +130,8 @@ def hbm_bytes(shape: Shape, config: Config, rows: Sequence[int], weighted: bool)
             rows[n] for n in range(start, min(start + chunk, len(rows))) if n + 1 == len(rows) or rows[n] != rows[n + 1]
         ]
         visited = len({row // groups.rows for row in ends})
-        total += 2 * visited * groups.lines * line * (2 if shape.optimizer == "adagrad" else 1)
-        if shape.optimizer == "rowwise_adagrad":
+        total += 2 * visited * groups.lines * line * (1 + ACCUMULATORS[shape.optimizer].count("element"))
+        if "row" in ACCUMULATORS[shape.optimizer]:
             total += 2 * len({row // LANES for row in ends}) * line
     return total
 
@@ -171,6 +172,7 @@ def run(
     """
     storage, chunk = shape.storage, config.ids_per_chunk
     groups = _Groups.of(storage)
+    *state, count = (*state, None) if not optimizer.counts_steps else (*state[:-1], state[-1] + 1)
     found = sorted_occurrences(ids_N, offsets, weights_N, storage.num_rows, shape.pooling)
     padding = (0, -shape.num_ids % chunk)
     lists = [found.rows_N, 2 * found.bags_N + _run_ends(found.rows_N)]
@@ -179,10 +181,10 @@ def run(
     lists = [jnp.pad(one, padding) for one in lists]
     arrays = [*parts, *(one.reshape(-1, LANES) for one in state)]
     buffers = [pltpu.VMEM((chunk * groups.lines, LANES), storage.word_dtype)]
-    if state:
-        per_chunk = chunk * (groups.lines if optimizer.name == "adagrad" else 1)
-        buffers.append(pltpu.VMEM((per_chunk, LANES), jnp.float32))
+    for kind in ACCUMULATORS[optimizer.name]:
+        buffers.append(pltpu.VMEM((chunk * (groups.lines if kind == "element" else 1), LANES), jnp.float32))
     words = _gradient_words(storage)
+    scalars = jnp.stack(step_scalars(optimizer, lr, count))
     results = pl.pallas_call(
         partial(_kernel, storage, optimizer, groups, chunk, found.factors_N is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -210,8 +212,15 @@ def run(
         ),
         name=f"embedding_update_tensorcore_{optimizer.name}",
         interpret=interpret,
-    )(found.count[None], lr[None], *lists, _lay_out(grads_BD, storage, groups), *arrays)
-    return tuple(results[:1]), tuple(new.reshape(old.shape) for new, old in zip(results[1:], state, strict=True))
+    )(
+        found.count[None],
+        scalars,
+        *lists,
+        _lay_out(grads_BD, storage, groups),
+        *arrays,
+    )
+    new_state = [new.reshape(old.shape) for new, old in zip(results[1:], state, strict=True)]
+    return tuple(results[:1]), tuple(new_state if count is None else [*new_state, count])
 
 
 def _run_ends(rows_N: jax.Array) -> jax.Array:
@@ -226,9 +235,10 @@ def _lay_out(grads_BD: jax.Array, storage: Storage, groups: _Groups) -> jax.Arra
     return padded.reshape(len(grads_BD), -1)
 
 
-def _kernel(storage, optimizer, groups, chunk, has_factors, used, lr, rows, codes, *refs):
+def _kernel(storage, optimizer, groups, chunk, has_factors, used, scalars, rows, codes, *refs):
     factors, refs = (refs[0], refs[1:]) if has_factors else (None, refs)
-    num_arrays = 1 + (optimizer.name != "sgd")
+    kinds = ACCUMULATORS[optimizer.name]
+    num_arrays = 1 + len(kinds)
     grads_hbm, arrays = refs[0], refs[1 + num_arrays : 1 + 2 * num_arrays]
     grads, total, places, buffers, sem = refs[1 + 2 * num_arrays :]
     step = pl.program_id(0)
@@ -242,10 +252,9 @@ def _kernel(storage, optimizer, groups, chunk, has_factors, used, lr, rows, code
         total[...] = jnp.zeros_like(total)
 
     windows = [_Window(arrays[0], buffers[0], places[0], sem, groups.rows, groups.lines)]
-    if optimizer.name == "adagrad":
-        windows.append(_Window(arrays[1], buffers[1], places[1], sem, groups.rows, groups.lines))
-    elif optimizer.name == "rowwise_adagrad":
-        windows.append(_Window(arrays[1], buffers[1], places[1], sem, LANES, 1))
+    for number, kind in enumerate(kinds, start=1):
+        size = (groups.rows, groups.lines) if kind == "element" else (LANES, 1)
+        windows.append(_Window(arrays[number], buffers[number], places[number], sem, *size))
 
     def fetch(n, slots):
         ends = codes[n] & 1 == 1
@@ -265,7 +274,7 @@ def _kernel(storage, optimizer, groups, chunk, has_factors, used, lr, rows, code
 
         @pl.when(ends)
         def _():
-            _step_row(storage, optimizer, groups, rows[n], [slot for slot, _ in slots], buffers, total, lr[0])
+            _step_row(storage, optimizer, groups, rows[n], [slot for slot, _ in slots], buffers, total, scalars)
             total[...] = jnp.zeros_like(total)
 
         return slots
@@ -316,7 +325,7 @@ class _Window:
             pltpu.make_async_copy(vmem, hbm, self.sem).start()
 
 
-def _step_row(storage, optimizer, groups, row, slots, buffers, total, lr):
+def _step_row(storage, optimizer, groups, row, slots, buffers, total, scalars):
     """Step one row where it lies in its group; the rest of the group's words stay."""
     first_word = lax.rem(row, jnp.int32(groups.rows)) * storage.row_words
     lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
@@ -329,19 +338,39 @@ def _step_row(storage, optimizer, groups, row, slots, buffers, total, lr):
         [decayed(optimizer, placed[half][line], value) for half, value in enumerate(values[line])]
         for line in range(groups.lines)
     ]
-    scale = lr
-    if optimizer.name == "rowwise_adagrad":
+    moments, rowwise = optimizer.name in MOMENT_NAMES, "row" in ACCUMULATORS[optimizer.name]
+    scale = scalars[0]
+    if rowwise:
         squares = sum(
             jnp.where(mask, grad * grad, 0.0) for mask, of_line in zip(masks, grads, strict=True) for grad in of_line
         )
-        scale = _grow_rowwise(optimizer, buffers[1], slots[1], row, jnp.sum(squares) * (1.0 / storage.dim), lr, lane)
+        mean = jnp.sum(squares) * (1.0 / storage.dim)
+        scale = _grow_rowwise(optimizer, buffers[-1], slots[-1], row, mean, scalars, lane)
+    elements = [(buffer, slot * groups.lines) for buffer, slot in zip(buffers[1:], slots[1:], strict=True)]
+
+    def grow(number, line, grown_of):
+        """Grow the accumulators of one line where they are the row's."""
+        buffer, first_line = elements[number]
+        at = pl.ds(first_line + line, 1)
+        old = buffer[at, :]
+        grown = grown_of(old)
+        buffer[at, :] = jnp.where(masks[line], grown, old)
+        return grown
+
     for line in range(groups.lines):
-        if optimizer.name == "adagrad":
-            at = pl.ds(slots[1] * groups.lines + line, 1)
-            grown = buffers[1][at, :] + grads[line][0] * grads[line][0]
-            buffers[1][at, :] = jnp.where(masks[line], grown, buffers[1][at, :])
-            scale = rate(optimizer, grown, lr)
-        new = [value - scale * grad for value, grad in zip(values[line], grads[line], strict=True)]
+        moved = grads[line]
+        if moments:
+            grad = grads[line][0]
+            moved = [grow(0, line, lambda old, grad=grad: first_moment(optimizer, old, grad))]
+            if not rowwise:
+                second = grow(1, line, lambda old, grad=grad: second_moment(optimizer, old, grad * grad))
+                scale = moment_rate(optimizer, second, scalars[1], scalars[2])
+        elif optimizer.name == "adagrad":
+            grad = grads[line][0]
+            scale = rate(optimizer, grow(0, line, lambda old, grad=grad: old + grad * grad), scalars[0])
+        new = [
+            shrunk(optimizer, value, scalars[0]) - scale * move for value, move in zip(values[line], moved, strict=True)
+        ]
         word = word_of(*new, lax.bitcast_convert_type) if len(new) == 2 else new[0]
         table[pl.ds(base + line, 1), :] = jnp.where(masks[line], word, olds[line])
 
@@ -369,11 +398,16 @@ def _place(total, half, first_word, groups, lane):
     return placed
 
 
-def _grow_rowwise(optimizer, state, slot, row, mean_square, lr, lane):
-    """Grow the row's accumulator in its line of 128; returns the factor of the gradient."""
+def _grow_rowwise(optimizer, state, slot, row, mean_square, scalars, lane):
+    """Grow the row's accumulator in its line of 128; returns the factor of what the row moves along."""
     at = pl.ds(slot, 1)
     mine = lane == lax.rem(row, jnp.int32(LANES))
     old = state[at, :]
-    grown = jnp.where(mine, old + mean_square, old)
+    if optimizer.name in MOMENT_NAMES:
+        grown = jnp.where(mine, second_moment(optimizer, old, mean_square), old)
+        factor = moment_rate(optimizer, grown, scalars[1], scalars[2])
+    else:
+        grown = jnp.where(mine, old + mean_square, old)
+        factor = rate(optimizer, grown, scalars[0])
     state[at, :] = grown
-    return jnp.sum(jnp.where(mine, rate(optimizer, grown, lr), 0.0))
+    return jnp.sum(jnp.where(mine, factor, 0.0))

@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpurec.errors import ConfigError
+from tpurec.kernels.moments import MOMENT_NAMES, first_moment, moment_rate, second_moment, step_scalars
 from tpurec.kernels.rounding import noise, truncated_to_bfloat16
 from tpurec.kernels.storage import Storage
 
@@ -49,8 +50,7 @@ ACCUMULATORS: dict[str, tuple[str, ...]] = {
     "adam": ("element", "element"),
     "rowwise_adam": ("element", "row"),
 }
-NAMES = ("sgd", "adagrad", "rowwise_adagrad")  # which the Pallas kernels step
-MOMENT_NAMES = ("adam", "rowwise_adam")
+NAMES = ("sgd", "adagrad", "rowwise_adagrad")  # with one accumulator at most
 State = jax.Array | tuple[jax.Array, ...] | None
 _TILE = 1024  # words of a one-dimensional tile
 _SMALLEST = 1e-36  # below, intermediate results are subnormal, which TPUs flush to 0
@@ -110,9 +110,7 @@ class RowOptimizer:
     @property
     def beyond_kernels(self) -> str | None:
         """What of it no Pallas kernel does, in words; None if there is a kernel."""
-        found = [self.name] if self.name in MOMENT_NAMES else []
-        found += ["decoupled weight decay"] if self.decoupled and self.weight_decay else []
-        found += ["gradient clipping"] if self.max_norm else []
+        found = ["gradient clipping"] if self.max_norm else []
         found += ["stochastic rounding"] if self.rounding_seed >= 0 else []
         return " and ".join(found) or None
 
@@ -248,6 +246,20 @@ def rate(optimizer: RowOptimizer, state: Any, lr: Any, sqrt: Callable[[Any], Any
     return jnp.where(divisor == 0.0, 0.0, lr / jnp.where(divisor == 0.0, 1.0, divisor))
 
 
+def shrunk(optimizer: RowOptimizer, row: Any, lr: Any) -> Any:
+    """The row with decoupled weight decay: `row - lr * weight_decay * row`; the row itself otherwise.
+
+    Args:
+        optimizer: has the coefficient.
+        row: weights before the step, float32, any shape.
+        lr: learning rate, float32, broadcastable.
+
+    Returns:
+        float32, same shape.
+    """
+    return row - lr * (optimizer.weight_decay * row) if optimizer.decoupled and optimizer.weight_decay else row
+
+
 def step(
     optimizer: RowOptimizer,
     rows_UD: jax.Array,
@@ -275,7 +287,7 @@ def step(
         norm_U1 = jnp.sqrt(jnp.sum(grads_UD * grads_UD, axis=1, keepdims=True))
         grads_UD = grads_UD * (optimizer.max_norm / jnp.maximum(norm_U1, optimizer.max_norm))
     grads_UD = decayed(optimizer, grads_UD, rows_UD)
-    new_UD = rows_UD - lr * (optimizer.weight_decay * rows_UD) if optimizer.decoupled else rows_UD
+    new_UD = shrunk(optimizer, rows_UD, lr)
     squares = grads_UD * grads_UD
     if optimizer.name.startswith("rowwise"):
         squares = jnp.mean(squares, axis=1) if mean_squares_U is None else mean_squares_U
@@ -285,11 +297,10 @@ def step(
     if optimizer.name == "sgd":
         new_UD = new_UD - lr * grads_UD
     elif optimizer.name in MOMENT_NAMES:
-        first = optimizer.beta1 * found[0] + (1 - optimizer.beta1) * grads_UD
-        second = optimizer.beta2 * found[1] + (1 - optimizer.beta2) * squares
-        root = jnp.sqrt(second / one_minus_power(optimizer.beta2, count)) + optimizer.eps
-        scale = lr / one_minus_power(optimizer.beta1, count)
-        new_UD = new_UD - scale * first / (root if root.ndim == 2 else root[:, None])
+        scalars = step_scalars(optimizer, lr, count)
+        first, second = first_moment(optimizer, found[0], grads_UD), second_moment(optimizer, found[1], squares)
+        factor = moment_rate(optimizer, second, *scalars[1:])
+        new_UD = new_UD - (factor if factor.ndim == 2 else factor[:, None]) * first
         kept = [first, second]
     else:
         grown = found[0] + squares
@@ -297,19 +308,6 @@ def step(
         new_UD = new_UD - (factor if factor.ndim == 2 else factor[:, None]) * grads_UD
         kept = [grown]
     return new_UD, like((*kept, count) if count is not None else tuple(kept))
-
-
-def one_minus_power(base: float, exponent: jax.Array) -> jax.Array:
-    """`1 - base ** exponent` without cancellation: in float32, 1 - 0.999 ** 1 would lose four digits of seven.
-
-    Args:
-        base: in [0, 1).
-        exponent: int32 scalar, 1 or more.
-
-    Returns:
-        float32 scalar.
-    """
-    return -jnp.expm1(exponent.astype(jnp.float32) * math.log(base)) if base else jnp.float32(1)
 
 
 def round_rows(

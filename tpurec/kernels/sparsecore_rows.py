@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu_sc as plsc
 
 from tpurec.kernels.bfloat16_words import halves, word_of
-from tpurec.kernels.optimizers import RowOptimizer, decayed, rate, sqrt_without_root
+from tpurec.kernels.moments import MOMENT_NAMES, first_moment, moment_rate, second_moment
+from tpurec.kernels.optimizers import ACCUMULATORS, RowOptimizer, decayed, rate, shrunk, sqrt_without_root
 from tpurec.kernels.storage import Storage
 
 
@@ -29,8 +30,9 @@ class RowMath:
         optimizer: the rule.
         lanes: of a register.
         block: rows per block.
-        scratch: refs `table [slots, block, W]`, `sums [block, D]` (gradients, combined), `rate [lanes]`, and, by the
-            rule, `state [slots, block, D]` or `state [slots, block]` with `squares [block, lanes]`, `scale [block]`.
+        scratch: refs `table [slots, block, W]`, `sums [block, D]` (gradients, combined), `rate [k * lanes]` (each of
+            `optimizers.step_scalars` in all lanes), and for each accumulator of the rule `state0`, `state1`: `[slots,
+            block, D]` or `[slots, block]`, the latter with `squares [block, lanes]` and `scale [block]`.
     """
 
     def __init__(self, storage: Storage, optimizer: RowOptimizer, lanes: int, block: int, scratch: Any) -> None:
@@ -38,6 +40,9 @@ class RowMath:
         self.dim, self.per_word = storage.dim, storage.columns_per_word
         self.words = storage.dim // self.per_word
         self.lane = lax.iota(jnp.int32, lanes)
+        kinds = ACCUMULATORS[optimizer.name]
+        self.moments, self.rowwise = optimizer.name in MOMENT_NAMES, "row" in kinds
+        self.states = [getattr(scratch, f"state{number}") for number in range(len(kinds))]
 
     def step(self, slot: jax.Array) -> None:
         """Step every row of the block in `slot`.
@@ -45,28 +50,45 @@ class RowMath:
         Args:
             slot: int32 scalar, which half of the ring.
         """
-        if self.optimizer.name == "rowwise_adagrad":
+        if self.rowwise:
             self._sum_squares(slot)
             self._grow_rowwise(slot)
-        lr = self.scratch.rate[pl.ds(0, self.lanes)]
+        scalars = self._scalars()
 
         @plsc.parallel_loop(0, self.block, unroll=2)
         def _(j):
-            scale = lr
-            if self.optimizer.name == "rowwise_adagrad":
-                scale = plsc.load_gather(self.scratch.scale, [jnp.full(self.lanes, j)])
+            scale = plsc.load_gather(self.scratch.scale, [jnp.full(self.lanes, j)]) if self.rowwise else scalars[0]
             for q in self._registers():
                 word = self._load_words(slot, j, q)
                 new = []
                 for half, value in enumerate(self._decode(word)):
                     grad = decayed(self.optimizer, self._load(self.scratch.sums, j, q, half), value)
-                    if self.optimizer.name == "adagrad":
-                        accumulators = self.scratch.state.at[slot]
-                        grown = self._load(accumulators, j, q, half) + grad * grad
-                        self._store(accumulators, j, q, half, grown)
-                        scale = rate(self.optimizer, grown, lr, _sqrt)
-                    new.append(value - scale * grad)
+                    moved, factor = self._grow_elements(slot, (j, q, half), grad, scalars, scale)
+                    new.append(shrunk(self.optimizer, value, scalars[0]) - factor * moved)
                 self._store_words(slot, j, q, new)
+
+    def _grow_elements(self, slot, place, grad, scalars, scale):
+        """Grow the accumulators of a register of columns; returns what the row moves along, and its factor."""
+        if self.moments:
+            means = self.states[0].at[slot]
+            first = first_moment(self.optimizer, self._load(means, *place), grad)
+            self._store(means, *place, first)
+            if self.rowwise:
+                return first, scale
+            squares = self.states[1].at[slot]
+            second = second_moment(self.optimizer, self._load(squares, *place), grad * grad)
+            self._store(squares, *place, second)
+            return first, moment_rate(self.optimizer, second, *scalars[1:], _sqrt)
+        if self.rowwise or not self.states:
+            return grad, scale
+        accumulators = self.states[0].at[slot]
+        grown = self._load(accumulators, *place) + grad * grad
+        self._store(accumulators, *place, grown)
+        return grad, rate(self.optimizer, grown, scalars[0], _sqrt)
+
+    def _scalars(self):
+        count = 3 if self.moments else 1
+        return [self.scratch.rate[pl.ds(number * self.lanes, self.lanes)] for number in range(count)]
 
     def _sum_squares(self, slot):
         """Leave each row's sum of squared gradients in `squares`, spread over the lanes."""
@@ -86,16 +108,22 @@ class RowMath:
 
     def _grow_rowwise(self, slot):
         """Accumulators of a register of rows at a time."""
-        lr = self.scratch.rate[pl.ds(0, self.lanes)]
+        scalars, state = self._scalars(), self.states[-1]
         for group in range(self.block // self.lanes):
             rows = group * self.lanes + self.lane
             total = jnp.zeros(self.lanes, jnp.float32)
             for lane in range(self.lanes):
                 total = total + plsc.load_gather(self.scratch.squares, [rows, jnp.full(self.lanes, lane, jnp.int32)])
             here = pl.ds(group * self.lanes, self.lanes)
-            grown = self.scratch.state[slot, here] + total * (1.0 / self.dim)
-            self.scratch.state[slot, here] = grown
-            self.scratch.scale[here] = rate(self.optimizer, grown, lr, _sqrt)
+            mean = total * (1.0 / self.dim)
+            old = state[slot, here]
+            grown = second_moment(self.optimizer, old, mean) if self.moments else old + mean
+            state[slot, here] = grown
+            self.scratch.scale[here] = (
+                moment_rate(self.optimizer, grown, *scalars[1:], _sqrt)
+                if self.moments
+                else rate(self.optimizer, grown, scalars[0], _sqrt)
+            )
 
     def _registers(self):
         return range(-(-self.words // self.lanes))

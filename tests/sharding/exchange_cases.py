@@ -168,11 +168,18 @@ class SequenceTower(Tower):
 
 
 def sum_of_places(sequences: JaggedTensor) -> torch.Tensor:
-    """`[B, dim]`, each vector divided by its place in its sequence, from 1. (FBGEMM pads no float64.)"""
-    values, lengths = sequences.values(), sequences.lengths().long()
-    example_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=len(values))
-    places = 1 + torch.arange(len(values)) - (lengths.cumsum(0) - lengths)[example_of]
-    return values.new_zeros(len(lengths), values.shape[1]).index_add(0, example_of, values / places[:, None])
+    """`[B, dim]`, each vector divided by its place in its sequence, from 1. (FBGEMM pads no float64.)
+
+    On a device there may be more values than ids, which belong to no example.
+    """
+    values, lengths = sequences.values(), sequences.lengths()
+    num_examples, ends = len(lengths), lengths.cumsum(0, dtype=torch.int32)
+    positions = torch.arange(len(values), dtype=torch.int32, device=values.device)
+    example_of = torch.searchsorted(ends, positions, right=True)
+    starts = torch.cat([ends - lengths, ends.new_zeros(1)])
+    places = 1 + positions - starts[example_of]
+    sums = values.new_zeros(num_examples + 1, values.shape[1])
+    return sums.index_add(0, example_of, values / places[:, None])[:num_examples]
 
 
 def build(case: Case) -> Tower:

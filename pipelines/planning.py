@@ -51,7 +51,12 @@ def choose_plan(run: Run, recipe: Recipe, schema: Schema) -> Plan:
         if recipe.device.kind == "tpu":
             _check_widths(found, config.plan)
         return found
-    return _kept(run, wanted, config.topology.name, batch_size) or _made(wanted, config.topology.name, batch_size)
+    kept = _kept(run, wanted, config.topology.name, batch_size)
+    if kept is not None and all(
+        getattr(kept.assumptions, name) == set_to for name, set_to in config.assumptions.items()
+    ):
+        return kept
+    return _made(wanted, config.topology.name, batch_size)
 
 
 def keep_plan(run: Run, plan: Plan, log: Callable[[str], None]) -> None:

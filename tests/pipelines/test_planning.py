@@ -40,7 +40,7 @@ def test_a_batch_that_the_workers_cannot_share_evenly_is_padded(settle):
     assert settle("sharding.num_workers=3").batch_size == 129
 
 
-def test_the_kept_plan_is_used_again_until_workers_or_constraints_differ(settle):
+def test_the_kept_plan_is_used_again_until_workers_constraints_or_assumptions_differ(settle):
     made = settle("sharding.num_workers=2")
     altered = dataclasses.replace(made, plan_seconds=99.0)  # so that we see whether it is this one
     altered.save(settle.run.plan_file)
@@ -48,6 +48,8 @@ def test_the_kept_plan_is_used_again_until_workers_or_constraints_differ(settle)
     assert (
         settle("sharding.num_workers=2", "sharding.constraints.user.pin=row_wise").table("user").sharding == "row_wise"
     )
+    changed = settle("sharding.num_workers=2", "sharding.assumptions.zipf_exponent=0.5")
+    assert changed.assumptions.zipf_exponent == 0.5
     assert settle("sharding.num_workers=4").slice == "cpu-4"
     settle.run.plan_file.write_text("{}")
     assert settle("sharding.num_workers=4").slice == "cpu-4"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.sharding.conftest import SCHEMA
 from tpurec.errors import ConfigError
 from tpurec.sharding.sources import read_source
 
@@ -68,3 +69,26 @@ def test_a_factory_that_makes_no_model_is_named():
 def test_what_a_factory_raises_is_named_as_the_factorys():
     with pytest.raises(ConfigError, match=r"os:chdir: calling it raised TypeError"):
         read_source("os:chdir")
+
+
+def test_a_data_set_or_model_takes_assumptions_by_set(parquet):
+    found = read_source(str(parquet), ["assumptions.dense_parameters=1000"], embedding_dim=16)
+    assert found.assumptions.dense_parameters == 1000 and found.assumptions.dense_input_bytes == 4 * 1 + 5
+    with pytest.raises(ConfigError, match=r"--set assumptions: unknown key 'dense'"):
+        read_source(str(parquet), ["assumptions.dense=1"], embedding_dim=16)
+
+
+def test_a_run_and_its_checkpoint_are_planned_also_without_the_data(tmp_path):
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is a checkpoint outside of a RUN"):
+        read_source(str(checkpoint))
+    (run / "recipe.toml").write_text('[data]\ntrain = "moved/away"\n[tables]\nembedding_dim = 24\n')
+    (run / "schema.toml").write_text(SCHEMA)
+    for source in (run, checkpoint):
+        found = read_source(str(source))
+        assert [(table.name, table.embedding_dim) for table in found.tables] == [("user_id", 24), ("tags", 24)]
+    with pytest.raises(ConfigError, match="'gone' does not exist"):
+        read_source(str(run), ["data.train=gone"])

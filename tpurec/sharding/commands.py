@@ -23,7 +23,7 @@ def plan(
         str,
         typer.Argument(
             metavar="TABLES",
-            help="Table list (.toml, .json), recipe, RUN folder, Parquet data set, or a TorchRec model module:factory.",
+            help="Table list (.toml, .json), recipe, RUN, checkpoint, Parquet data set, or a TorchRec model module:factory.",
         ),
     ],
     slice_: Annotated[
@@ -55,7 +55,7 @@ def plan(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the recipe or list."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the recipe or list, or an assumption."),
     ] = None,
     max_tables: Annotated[
         int, typer.Option(min=0, help="Tables to list one by one; --json and --report have all of them.")

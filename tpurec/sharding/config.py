@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tpurec.config import from_mapping
 from tpurec.errors import ConfigError
+from tpurec.sharding.assumptions import Assumptions
 from tpurec.sharding.tables import TableSpec
 from tpurec.topology.slices import SliceTopology
 
@@ -44,6 +46,8 @@ class ShardingConfig:
         plan: plan file, as `tpurec plan --out` writes it; None to plan when training begins.
         wire_dtype: of pooled vectors and gradients between workers: `float32`, or `bfloat16` for half the bytes.
         constraints: table name to what the planner may do with it.
+        assumptions: of the planner, name to value: fields of `tpurec.sharding.assumptions.Assumptions`. They come before
+            what the recipe itself says of its dense part and its wire.
     """
 
     num_workers: int = 0
@@ -51,10 +55,15 @@ class ShardingConfig:
     plan: str | None = None
     wire_dtype: WireDtype = "float32"
     constraints: dict[str, TableConstraint] = field(default_factory=dict)
+    assumptions: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_workers < 0:
             raise ValueError(f"num_workers = {self.num_workers}: must be 0 (no sharding), 1 or more")
+        try:
+            self.assume({})
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         if self.slice is None:
             return
         try:
@@ -76,6 +85,21 @@ class ShardingConfig:
     def topology(self) -> SliceTopology:
         """The slice; only with sharding."""
         return SliceTopology.parse(self.slice or f"cpu-{self.num_workers}")
+
+    def assume(self, known: Mapping[str, float]) -> Assumptions:
+        """What the planner takes for granted.
+
+        Args:
+            known: assumptions that the rest of the recipe decides.
+
+        Returns:
+            The defaults, with those, the wire's width and this section's `assumptions` in their place.
+
+        Raises:
+            ConfigError: there is no such assumption, or its value is out of range.
+        """
+        wire = {"vector_bytes": 2} if self.wire_dtype == "bfloat16" else {}
+        return from_mapping(Assumptions, {**known, **wire, **self.assumptions}, "assumptions")
 
     def constrain(self, tables: Sequence[TableSpec]) -> tuple[TableSpec, ...]:
         """Put the constraints into a table list.

@@ -207,7 +207,7 @@ class CostModel:
             Bytes by use: dense_model, activations, inputs, program.
         """
         assume = self.assume
-        pooled = sum(table.vectors_per_example * table.embedding_dim for table in tables) * assume.vector_bytes
+        pooled = 4 * sum(table.vectors_per_example * table.embedding_dim for table in tables)  # float32 off the wire
         ids = sum(table.ids_per_example for table in tables)
         bags = sum(len(table.features) for table in tables)
         weights = sum(f.ids_per_example for table in tables for f in table.features if f.weighted)

@@ -11,6 +11,7 @@ from tpurec.config import apply_overrides, from_mapping, read_toml
 from tpurec.errors import ConfigError
 from tpurec.models.factory import load_factory
 from tpurec.sharding.assumptions import Assumptions
+from tpurec.sharding.checkpoint_manifest import MANIFEST
 from tpurec.sharding.config import ShardingConfig
 from tpurec.sharding.measure import measure
 from tpurec.sharding.tables import FeatureSpec, TableList, TableSpec, from_table_mapping, read_tables
@@ -28,10 +29,10 @@ def read_source(
     """Read what stands at TABLES.
 
     Args:
-        source: a table list (.toml, .json), a recipe (.toml), a RUN folder, a folder or file of training Parquet (then
-            `embedding_dim` is needed), or a TorchRec model as `module:factory`, a function without arguments that
-            returns a module with embedding collections.
-        overrides: `section.key=value`, for recipes.
+        source: a table list (.toml, .json), a recipe (.toml), a RUN folder or one of its checkpoints, a folder or file of
+            training Parquet (then `embedding_dim` is needed), or a TorchRec model as `module:factory`, a function
+            without arguments that returns a module with embedding collections.
+        overrides: `section.key=value`; for a model or Parquet `assumptions.NAME=value` only.
         embedding_dim: columns of the tables of a Parquet data set.
         data: training Parquet to measure ids per example and unique shares from; a Parquet source is always measured.
 
@@ -44,7 +45,7 @@ def read_source(
     """
     if not source.strip():
         raise ConfigError(
-            "TABLES is empty.", "Give a table list, recipe, RUN folder, Parquet data set or module:factory."
+            "TABLES is empty.", "Give a table list, recipe, RUN, checkpoint, Parquet data set or module:factory."
         )
     path = Path(source)
     overrides = list(overrides)
@@ -56,19 +57,19 @@ def read_source(
             "Leave out --embedding-dim; it goes with a Parquet data set.",
         )
     if recipe is not None:
-        found = _from_recipe(recipe, overrides)
+        found = _from_recipe(recipe, overrides, is_run=path.is_dir())
     elif is_data:
-        _refuse(overrides, source)
-        found = _from_parquet(path, embedding_dim)
+        changes = _assumed(overrides, source)
+        found = _assume(_from_parquet(path, embedding_dim), changes)
         data = data or source
     elif path.suffix in (".toml", ".json"):
         found = _from_list(path, overrides)
     elif ":" in source and not path.exists():
-        _refuse(overrides, source)
-        found = _from_model(source)
+        changes = _assumed(overrides, source)
+        found = _assume(_from_model(source), changes)
     else:
         raise ConfigError(
-            f"{source}: is no table list (.toml, .json), recipe, RUN folder, Parquet data set or module:factory.",
+            f"{source}: is no table list (.toml, .json), recipe, RUN, checkpoint, Parquet data set or module:factory.",
             "Check the path.",
         )
     if not data:
@@ -77,9 +78,20 @@ def read_source(
     return dataclasses.replace(found, tables=tables, measured=measured)
 
 
-def _refuse(overrides: list[str], source: str) -> None:
-    if overrides:
-        raise ConfigError(f"{source}: --set {overrides[0]} has nothing to change there.", "Leave it out.")
+def _assumed(overrides: list[str], source: str) -> dict[str, Any]:
+    """The assumptions among --set, which are all that it can change where there is no file of settings."""
+    changes = apply_overrides({}, overrides)
+    for override in overrides:
+        if not override.strip().startswith("assumptions."):
+            raise ConfigError(
+                f"{source}: --set {override} has nothing to change there.", "Only --set assumptions.NAME=VALUE has."
+            )
+    return changes.get("assumptions", {})
+
+
+def _assume(found: TableList, changes: dict[str, Any]) -> TableList:
+    known = dataclasses.asdict(found.assumptions)
+    return dataclasses.replace(found, assumptions=from_mapping(Assumptions, known | changes, "--set assumptions"))
 
 
 def recipe_path(source: str) -> Path | None:
@@ -89,14 +101,24 @@ def recipe_path(source: str) -> Path | None:
         source: as of `read_source`.
 
     Returns:
-        Its file: a recipe, or a RUN's; None if it is something else.
+        Its file: a recipe, or that of a RUN or of the RUN that a checkpoint is in; None if it is something else.
 
     Raises:
-        ConfigError: a file that is no TOML.
+        ConfigError: a file that is no TOML, or a checkpoint outside of a RUN.
     """
     path = Path(source)
     if path.is_dir():
-        return path / "recipe.toml" if (path / "recipe.toml").is_file() else None
+        if (path / "recipe.toml").is_file():
+            return path / "recipe.toml"
+        if not (path / MANIFEST).is_file():
+            return None
+        run = path.absolute().parent.parent
+        if not (run / "recipe.toml").is_file():
+            raise ConfigError(
+                f"{source}: is a checkpoint outside of a RUN, and does not say which features look up in its tables.",
+                "Give the recipe it was trained with, or a table list.",
+            )
+        return run / "recipe.toml"
     is_recipe = path.suffix == ".toml" and not isinstance(read_toml(path).get("tables"), list)
     return path if is_recipe else None
 
@@ -109,7 +131,7 @@ def _from_list(path: Path, overrides: list[str]) -> TableList:
     return from_table_mapping(apply_overrides(read_toml(path), overrides), str(path))
 
 
-def _from_recipe(path: Path, overrides: list[str]) -> TableList:
+def _from_recipe(path: Path, overrides: list[str], is_run: bool) -> TableList:
     from tpurec.features.schema import Schema
     from tpurec.models.config import ModelConfig, TablesConfig
 
@@ -122,7 +144,11 @@ def _from_recipe(path: Path, overrides: list[str]) -> TableList:
         )
     model = from_mapping(ModelConfig, mapping.get("model", {}), f"{path} [model]")
     tables = from_mapping(TablesConfig, mapping.get("tables", {}), f"{path} [tables]")
-    schema = Schema.load(mapping["data"]["schema"]) if mapping["data"].get("schema") else _schema_of(mapping, path)
+    kept = path.with_name("schema.toml")  # a RUN keeps its schema; its data may be elsewhere by now
+    if is_run and kept.is_file() and not any(override.strip().startswith("data.") for override in overrides):
+        schema = Schema.load(kept)
+    else:
+        schema = Schema.load(mapping["data"]["schema"]) if mapping["data"].get("schema") else _schema_of(mapping, path)
     batch_size = mapping.get("train", {}).get("batch_size")
     sharding = from_mapping(ShardingConfig, mapping.get("sharding", {}), f"{path} [sharding]")
     return recipe_tables(model, tables, sharding, schema, batch_size if isinstance(batch_size, int) else None)
@@ -167,7 +193,7 @@ def recipe_tables(
     parameters = dense_parameters(model, len(schema.dense), len(schema.sparse), specs[0].embedding_dim) if specs else 0
     if parameters is not None:
         known["dense_parameters"] = parameters
-    return TableList(sharding.constrain(found), Assumptions(**known), batch_size)
+    return TableList(sharding.constrain(found), sharding.assume(known), batch_size)
 
 
 def _schema_of(mapping: dict[str, Any], path: Path) -> Any:

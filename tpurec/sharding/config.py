@@ -46,8 +46,8 @@ class ShardingConfig:
         plan: plan file, as `tpurec plan --out` writes it; None to plan when training begins.
         wire_dtype: of pooled vectors and gradients between workers: `float32`, or `bfloat16` for half the bytes.
         constraints: table name to what the planner may do with it.
-        assumptions: of the planner, name to value: fields of `tpurec.sharding.assumptions.Assumptions`. They come before
-            what the recipe itself says of its dense part and its wire.
+        assumptions: of the planner, name to value: fields of `tpurec.sharding.assumptions.Assumptions`. They come
+            before what the recipe itself says of its dense part and its wire.
     """
 
     num_workers: int = 0

@@ -29,8 +29,8 @@ def read_source(
     """Read what stands at TABLES.
 
     Args:
-        source: a table list (.toml, .json), a recipe (.toml), a RUN folder or one of its checkpoints, a folder or file of
-            training Parquet (then `embedding_dim` is needed), or a TorchRec model as `module:factory`, a function
+        source: a table list (.toml, .json), a recipe (.toml), a RUN folder or one of its checkpoints, a folder or file
+            of training Parquet (then `embedding_dim` is needed), or a TorchRec model as `module:factory`, a function
             without arguments that returns a module with embedding collections.
         overrides: `section.key=value`; for a model or Parquet `assumptions.NAME=value` only.
         embedding_dim: columns of the tables of a Parquet data set.

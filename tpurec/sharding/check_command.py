@@ -26,7 +26,7 @@ def check(
         str,
         typer.Argument(
             metavar="TABLES",
-            help="Table list (.toml, .json), recipe, RUN, checkpoint, Parquet data set, or TorchRec model module:factory.",
+            help="Table list (.toml, .json), recipe, RUN, checkpoint, Parquet data set or TorchRec module:factory.",
         ),
     ],
     slice_: Annotated[str, typer.Option("--slice", help="TPU slice: v6e-64, v5p-128, tpu7x:4x4x4, ...")],

@@ -23,7 +23,7 @@ def plan(
         str,
         typer.Argument(
             metavar="TABLES",
-            help="Table list (.toml, .json), recipe, RUN, checkpoint, Parquet data set, or TorchRec model module:factory.",
+            help="Table list (.toml, .json), recipe, RUN, checkpoint, Parquet data set or TorchRec module:factory.",
         ),
     ],
     slice_: Annotated[

@@ -1,6 +1,6 @@
 """What libtpu makes of the kernels: compile time, memory, bundles per row and HBM bytes, beside TorchRec's, in one run.
 
-python -m benchmarks.kernels [--chips 7x,v6e,v5p,v5e] [--full] [--plot FILE] [--json]
+python -m benchmarks.kernels [--chips 7x,v6e,v5p,v5e] [--full] [--jagged] [--plot FILE] [--json]
 
 Nothing here runs on a TPU and no time but the compiler's is measured. Memory is the compiler's own analysis; bundles
 are counted in its dump; HBM bytes are those of the DMAs that the kernels issue for uniform ids, and for TorchRec's
@@ -8,7 +8,8 @@ dense backward, which is plain XLA, those of its cost analysis. XLA's SparseDens
 ids cut into partitions, sorted and made unique by the host, and step Adagrad with an accumulator per element; their
 bundles and HBM bytes are not counted: libtpu's cost analysis is no evidence for SparseCore programs.
 
-`--chips` is a list such as `7x,v6e`; `--full` adds all dims and every MLPerf DLRM-v2 table.
+`--chips` is a list such as `7x,v6e`; `--full` adds all dims and every MLPerf DLRM-v2 table, `--jagged` the jagged ops
+(`benchmarks.jagged`). Adam and row-wise Adam are updated at the first shape, beside the same in plain JAX.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks import jagged
+
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = (
-    "chip", "op", "implementation", "num_rows", "embedding_dim", "num_bags", "ids_per_bag", "dtype", "compile_seconds",
-    "argument_bytes", "alias_bytes", "temp_bytes", "bundles_per_row", "floor_bundles_per_row", "hbm_bytes",
-    "least_hbm_bytes",
+    "chip", "op", "optimizer", "implementation", "num_rows", "embedding_dim", "num_bags", "ids_per_bag", "dtype",
+    "compile_seconds", "argument_bytes", "alias_bytes", "temp_bytes", "bundles_per_row", "floor_bundles_per_row",
+    "hbm_bytes", "least_hbm_bytes",
 )  # fmt: skip
 BATCH = 4096
 OPS = ("embedding_bag", "embedding_update")
+RULE = "rowwise_adagrad"
+MOMENTS = ("adam", "rowwise_adam")
 SHAPES = [
     {"num_rows": 1 << 20, "embedding_dim": 128, "num_bags": BATCH, "ids_per_bag": 20},
     # 26 one-hot features of one stack, as of Criteo, and the MLPerf DLRM-v2 table of 3,067,956 rows.
@@ -51,6 +56,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--chips", default="7x,v6e,v5p,v5e", help="generations, separated by commas")
     parser.add_argument("--full", action="store_true", help="all dims and the MLPerf DLRM-v2 tables too")
+    parser.add_argument("--jagged", action="store_true", help="the jagged ops too")
+    parser.add_argument("--cache", default="", help="folder of results of jagged ops to use and to add to")
     parser.add_argument("--plot", type=Path, help="compile for this plot only: bytes per step against table rows")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -60,12 +67,18 @@ def main() -> None:
         return
     chips = options.chips.split(",")
     rows = measure(plot_requests(chips) if options.plot else requests(chips, options.full))
+    of_jagged = []
+    if options.jagged:
+        of_jagged = jagged.measure(jagged.requests(chips, ""), options.cache)
     if options.plot:
         plot(options.plot, rows)
     if options.json:
-        print(json.dumps(rows))
+        print(json.dumps(rows + of_jagged))
     else:
         print_table(rows)
+        if of_jagged:
+            print()
+            jagged.print_table(of_jagged)
 
 
 def requests(chips: list[str], full: bool) -> list[dict[str, Any]]:
@@ -90,6 +103,12 @@ def requests(chips: list[str], full: bool) -> list[dict[str, Any]]:
                 for implementation in (None, *others)
                 for op in OPS
             ]
+    found += [
+        {"chip": name, "op": OPS[1], "optimizer": rule, "implementation": by, "dtype": "float32", **SHAPES[0]}
+        for name in chips
+        for rule in MOMENTS
+        for by in (None, "plain")
+    ]
     return found
 
 
@@ -171,7 +190,7 @@ def compile_one(request: dict[str, Any]) -> dict[str, Any]:
     if dense or implementation == "plain":
         hbm = int(compiled.cost_analysis()["bytes accessed"])
     core, words = device.chip.sparse_core, request["embedding_dim"]
-    counted = core and not dense and implementation != "xla"
+    counted = core and not dense and implementation not in ("xla", "plain")
     vectors = max(words / core.num_lanes, 1) if core else None
     return {
         "implementation": implementation,
@@ -203,7 +222,7 @@ def _least(request: dict[str, Any]) -> int:
 
     ids = _ids(request)
     storage = Storage(request["num_rows"], request["embedding_dim"])
-    rule = RowOptimizer("adagrad" if request["implementation"] == "xla" else "rowwise_adagrad")
+    rule = RowOptimizer("adagrad" if request["implementation"] == "xla" else request.get("optimizer") or RULE)
     least = least_hbm_bytes(storage, rule, request["num_bags"], len(ids), len(np.unique(ids)), False)
     return least["lookup" if request["op"] == "embedding_bag" else "update"]
 
@@ -220,9 +239,14 @@ def _ours(device: Any, request: dict[str, Any]) -> tuple:
     sizes = {"num_rows": request["num_rows"], "dim": request["embedding_dim"]}
     sizes |= {"num_bags": request["num_bags"], "ids_per_bag": request["ids_per_bag"]}
     build = programs.lookup if op == "embedding_bag" else programs.update
-    optimizer = "" if op == "embedding_bag" else "rowwise_adagrad"
+    if op == "embedding_bag":
+        optimizer = ""
+    else:
+        optimizer = sizes["optimizer"] = request.get("optimizer") or RULE
     shape = Shape(Storage(sizes["num_rows"], sizes["dim"]), sizes["num_bags"], len(ids), optimizer=optimizer)
-    choice = choose(op, shape, device.chip)
+    choice = choose(op, shape, device.chip, request["implementation"])
+    if request["implementation"]:
+        sizes["implementation"] = request["implementation"]
     count = getattr(choice.module, "hbm_bytes", None)
     if count is None:
         hbm = None
@@ -313,11 +337,12 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         rows: as `--json` prints them.
     """
     print(
-        "chip op     by           rows x dim      bags x ids  compile s  alias MB  temp MB  bundles (floor) bytes/least"
+        "chip op                  by           rows x dim      bags x ids  compile s  alias MB  temp MB  bundles "
+        "(floor) bytes/least"
     )
     for row in rows:
         shape = f"{row['num_rows']:>9} x {row['embedding_dim']:<4} {row['num_bags']:>5} x {row['ids_per_bag']:<3}"
-        head = f"{row['chip']:<4} {row['op'].removeprefix('embedding_'):<6} {row['implementation'] or '?':<11} {shape}"
+        head = f"{row['chip']:<4} {_named(row):<19} {row['implementation'] or '?':<11} {shape}"
         if "error" in row:
             print(f"{head}  does not compile: {row['error'][:90]}")
             continue
@@ -340,8 +365,12 @@ def print_table(rows: list[dict[str, Any]]) -> None:
                 )
 
 
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['op'].removeprefix('embedding_')} {row['optimizer'] or ''}".strip()
+
+
 def _is_first_shape(row: dict[str, Any]) -> bool:
-    return all(row[key] == value for key, value in SHAPES[0].items())
+    return not row["optimizer"] and all(row[key] == value for key, value in SHAPES[0].items())
 
 
 def _whose(row: dict[str, Any]) -> str:

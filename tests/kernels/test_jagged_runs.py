@@ -77,8 +77,9 @@ def test_rows_that_add_up_to_more_than_int32_holds_stop_at_the_capacity():
     assert bool(inside.all()) and np.array_equal(source, np.tile(values, 5))
 
 
-@pytest.mark.parametrize("max_length", [1, 8, 200])
-def test_padding_of_words_and_back(max_length, monkeypatch):
+@pytest.mark.parametrize(("max_length", "at_a_time"), [(1, 8192), (8, 4), (200, 8192), (200, 3)])
+def test_padding_of_words_and_back(max_length, at_a_time, monkeypatch):
+    monkeypatch.setattr(jagged_dense, "_BAGS_AT_A_TIME", at_a_time)
     rng = np.random.default_rng(6)
     offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 260, 9))]).astype(np.int32)
     values = rng.integers(-9, 9, int(offsets[-1]) + 40).astype(np.int32)

@@ -100,9 +100,22 @@ class Target:
         Returns:
             The compiled program. It cannot run here.
         """
+        return self.lower(function, *arguments, donate=donate).compile()
+
+    def lower(self, function: Callable, *arguments: Any, donate: Sequence[int] = ()) -> jax.stages.Lowered:
+        """What `compile` gives to the compiler; its text tells one program from another.
+
+        Args:
+            function: as of `compile`.
+            arguments: as of `compile`.
+            donate: as of `compile`.
+
+        Returns:
+            The program before it is compiled.
+        """
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             traced = jax.jit(function, donate_argnums=tuple(donate)).trace(*arguments)
-            return traced.lower(lowering_platforms=("tpu",)).compile()
+            return traced.lower(lowering_platforms=("tpu",))
 
     def memory(self, function: Callable, *arguments: Any, donate: Sequence[int] = ()) -> Memory:
         """Compile, and say what memory the program needs.

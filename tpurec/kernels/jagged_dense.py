@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tpurec.kernels import jagged_runs
 from tpurec.kernels.jagged_positions import of_segments, positions, segment_of_positions, take_or
+
+_BAGS_AT_A_TIME = 8192
 
 
 def jagged_to_padded_dense(values: jax.Array, offsets: jax.Array, max_length: int, padding: float = 0.0) -> jax.Array:
@@ -35,9 +38,19 @@ def jagged_to_padded_dense(values: jax.Array, offsets: jax.Array, max_length: in
     inside_BM = place_M < (bounds[1:] - bounds[:-1])[:, None]
     # A window is max_length / 128 + 2 lines at most, of whatever length the bags are.
     if values.ndim == 1 and values.shape[0] and jagged_runs.pays(1, values.shape[0], values.dtype) and max_length >= 8:
-        found_BM = jagged_runs.windows(values, bounds[:-1], max_length)
+        found_BM = _windows_in_turn(values, bounds[:-1], max_length)
         return jnp.where(inside_BM, found_BM, jnp.array(padding, values.dtype))
     return take_or(values, bounds[:-1, None] + place_M, inside_BM, padding)
+
+
+def _windows_in_turn(values: jax.Array, begin_B: jax.Array, width: int) -> jax.Array:
+    """`jagged_runs.windows`, some bags at a time: the lines of a short window are several times its words."""
+    num_bags = begin_B.shape[0]
+    if num_bags <= _BAGS_AT_A_TIME:
+        return jagged_runs.windows(values, begin_B, width)
+    begins = jnp.pad(begin_B, (0, -num_bags % _BAGS_AT_A_TIME)).reshape(-1, _BAGS_AT_A_TIME)
+    found = lax.map(lambda begin: jagged_runs.windows(values, begin, width), begins)
+    return found.reshape(-1, width)[:num_bags]
 
 
 def dense_to_jagged(dense: jax.Array, offsets: jax.Array, capacity: int) -> jax.Array:

@@ -118,18 +118,15 @@ PROGRAMS: dict[str, Program] = {
     "permute_jagged": Program(
         lambda s: lambda *a: jagged_permute.permute_jagged(*a, s.num_ids),
         lambda t, s: (_per_feature(t, s), _lengths(t, s), _ids(t, s), _ids(t, s, jnp.float32)),
-        ("DLRM-v2",),
     ),
     "permute_jagged_gradient": Program(
         lambda s: lambda *a: jagged_permute.permute_jagged_gradient(*a, s.num_ids),
         lambda t, s: (_ids(t, s, jnp.float32), _per_feature(t, s), _lengths(t, s)),
-        ("DLRM-v2",),
     ),
     "invert_permute": Program(lambda s: jagged_permute.invert_permute, lambda t, s: (_ids(t, s),), ("DLRM-v2",)),
     "select_bags": Program(
         lambda s: lambda *a: jagged_permute.select_bags(*a, s.batch_size, s.num_ids),
         lambda t, s: (_ids(t, s), _flat(t, s), t.array((s.batch_size,), jnp.int32), _ids(t, s, jnp.float32)),
-        ("DLRM-v2",),
     ),
     "block_bucketize": Program(
         _bucketize, lambda t, s: (_flat(t, s), _ids(t, s), _per_feature(t, s), _ids(t, s, jnp.float32))
@@ -142,6 +139,10 @@ PROGRAMS: dict[str, Program] = {
     "jagged_to_padded_dense, ids": Program(
         lambda s: lambda *a: jagged_dense.jagged_to_padded_dense(*a, s.max_length, -1),
         lambda t, s: (_ids(t, s), _offsets(t, s)),
+    ),
+    "dense_to_jagged, ids": Program(
+        lambda s: lambda *a: jagged_dense.dense_to_jagged(*a, s.num_ids),
+        lambda t, s: (t.array((s.num_bags, s.max_length), jnp.int32), _offsets(t, s)),
         ("sequence",),
     ),
     "dense_to_jagged": Program(
@@ -158,7 +159,7 @@ PROGRAMS: dict[str, Program] = {
         lambda s: jagged_segments.segment_sum, lambda t, s: (_vectors(t, s), _offsets(t, s)), ("sequence",)
     ),
     "segment_sum, numbers": Program(
-        lambda s: jagged_segments.segment_sum, lambda t, s: (_ids(t, s, jnp.float32), _offsets(t, s)), ("DLRM-v2",)
+        lambda s: jagged_segments.segment_sum, lambda t, s: (_ids(t, s, jnp.float32), _offsets(t, s))
     ),
     "segment_gradient": Program(
         lambda s: lambda *a: jagged_segments.segment_gradient(*a, s.num_ids, True),
@@ -182,7 +183,6 @@ PROGRAMS: dict[str, Program] = {
     "check_ids": Program(
         lambda s: lambda *a: jagged_bounds.check_ids(*a, "skip"),
         lambda t, s: (_ids(t, s), _offsets(t, s), _per_feature(t, s)),
-        ("DLRM-v2",),
     ),
     "check_ids, int64, hash": Program(
         lambda s: lambda *a: jagged_bounds.check_ids(*a, "hash"),
@@ -203,12 +203,27 @@ def compiled(target: Target, name: str, sizes: str) -> tuple[jax.stages.Compiled
     Returns:
         The program, and the bytes that it must move: every argument once, every result once.
     """
+    program, least = lowered(target, name, sizes)
+    return program.compile(), least
+
+
+def lowered(target: Target, name: str, sizes: str) -> tuple[jax.stages.Lowered, int]:
+    """The same before it is compiled.
+
+    Args:
+        target: as of `compiled`.
+        name: as of `compiled`.
+        sizes: as of `compiled`.
+
+    Returns:
+        As of `compiled`.
+    """
     program = PROGRAMS[name]
     with jax.enable_x64(True):
         arguments = program.arguments(target, SIZES[sizes])
         function = program.function(SIZES[sizes])
         least = sum(_bytes(item) for item in jax.tree.leaves((arguments, jax.eval_shape(function, *arguments))))
-        return target.compile(function, *arguments), least
+        return target.lower(function, *arguments), least
 
 
 def _bytes(array: jax.ShapeDtypeStruct) -> int:

@@ -8,6 +8,7 @@ import pytest
 from tests.sharding.problems import TABLE_LIST
 from tpurec.sharding.plan import Plan
 
+ROOT = Path(__file__).resolve().parents[2]
 BIG = """
 batch_size = 1024
 [[tables]]
@@ -82,8 +83,18 @@ def test_side_by_side_says_why_a_slice_does_not_do_and_what_would(run, tmp_path)
     assert code == 1 and "v6e-1 does not fit" in out and "ways out above" in err
 
 
+def test_the_readme_shows_the_plan_of_the_mlperf_tables_as_it_is(run, monkeypatch):
+    words = "examples/mlperf_dlrm_v2/tables.toml --slice v6e-64 --max-tables 0"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "98")
+    code, out, _ = run(*words.split())
+    shown = readme.partition(f"$ tpurec plan {words}\n")[2].partition("\n```")[0]
+    assert code == 0 and [line.rstrip() for line in out.splitlines()] == shown.splitlines()
+
+
 def test_the_readme_shows_the_answer_for_a_table_that_cannot_fit_as_it_is(run, tmp_path, monkeypatch):
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, _, after = readme.partition("$ tpurec plan user_table.toml --slice v6e-8\n")
     (tmp_path / "user_table.toml").write_text(before.rpartition("$ cat user_table.toml\n")[2])
     monkeypatch.chdir(tmp_path)

@@ -210,7 +210,7 @@ def print_table(result: dict[str, Any]) -> None:
         result: what --json prints.
     """
     header = f"{'problem':<30}{'s':>8}{'CPU s':>8}{'RSS MB':>8}{'idle':>6}{'ms/step':>9}{'/bound':>8}"
-    print(f"{header}{'TorchRec s':>12}{'its step/ours':>15}")
+    print(f"{header}{'TorchRec s':>12}{'its step/ours':>15}{'by its estimator':>18}")
     for name, found in result["problems"].items():
         ours, other = found["ours"], found.get("torchrec", {})
         if "error" in ours:
@@ -223,6 +223,8 @@ def print_table(result: dict[str, Any]) -> None:
             line += f"  {other['error']}"
         elif other:
             line += f"{other['plan_seconds']:>12.1f}{found['step_torchrec_over_ours_by_our_model']:>15.2f}"
+            judged = found["step_torchrec_over_ours_by_its_estimator"]  # None: it has no such shardings as ours
+            line += f"{'-' if judged is None else format(judged, '.2f'):>18}"
         print(line)
 
 

@@ -27,6 +27,7 @@ from tpurec.sharding.space import NUM_PARTS, Space
 # Limits in nodes and boxes, not in seconds, so that the bound is the same on every machine.
 _FEW_ITEMS = 64
 _BOXES, _BOXES_OF_FEW = 800, 64  # to tell apart at most
+_MOST_BOXED = 800_000  # items x boxes
 _CLOSE, _CLOSE_OF_FEW = 1.02, 1.002  # how near the bound is near enough
 _MIXED_NODES = 20
 _LOOSE = 1.08  # how far a plan of few items may be above the boxes before the mixed program is tried
@@ -61,6 +62,7 @@ def lower_bound(
     """
     few = len(space.items) <= _FEW_ITEMS
     boxes, close = (_BOXES_OF_FEW, _CLOSE_OF_FEW) if few else (_BOXES, _CLOSE)
+    boxes = min(boxes, _MOST_BOXED // len(space.items))
     proven = 0.0
     for node in Boxes(space, known_seconds, capacity_bytes).explore(boxes):
         proven = max(proven, node.seconds)

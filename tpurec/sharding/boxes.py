@@ -1,4 +1,4 @@
-"""A lower bound by branch and bound over boxes, for problems with many items; and the choices behind it.
+"""A lower bound by branch and bound over boxes; and the choices behind it.
 
 A box limits what a linear program over choices cannot see: per part of the step a range for the largest lump that any
 rank carries, which latencies are due, and a range for the ids that share the padded exchange. In a box, choices whose

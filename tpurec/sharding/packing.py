@@ -11,7 +11,6 @@ is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,60 +18,20 @@ from tpurec.sharding.balance import balance
 from tpurec.sharding.board import Board, Options
 from tpurec.sharding.boxes import Boxes
 from tpurec.sharding.costs import GROUP_PARTS, PARTS
+from tpurec.sharding.effort import ENORMOUS, SMALL, Effort, effort_of, has_many
 from tpurec.sharding.space import NUM_PARTS, Space, State
 from tpurec.sharding.trade import trade
 
 _POWERS = (16,)  # powers of two: computed by squaring
+_MOST_SWEEPS = 6
 _IMPROVE_ALL = 300  # items x ranks up to which every start is improved
 _RELIEVE = 60_000  # items x ranks up to which uneven columns are relieved
 _RELIEF_ROUNDS = 12
 _BALANCE_POWERS = (16, 64)
 _MOST_MOVES = 500  # of single shards, per power, while a start is built
-_MANY_ITEMS = 64  # from here on all choices come from boxes, and loads are evened shard by shard
 _REFINE_POWERS = (64, 256)
 _GROUPS_DEARER = 10.0  # how much dearer sums inside groups are while a start is built
 _SETTLED = 5e-4  # relative gain of a cycle below which refining ends
-
-
-@dataclass(frozen=True)
-class _Effort:
-    """How much a search among many items does.
-
-    Args:
-        unevenness: of ranks, that starts leave room for.
-        boxes: to tell apart, for each unevenness.
-        starts: to build, for each unevenness.
-        traded: starts whose tables trade places; how good a start is shows only then.
-        powers: of the means under which they trade, one after the other.
-        refined: of those, how many are refined to the end.
-        cycles: of refining, at most.
-    """
-
-    unevenness: tuple[float, ...]
-    boxes: int
-    starts: int
-    traded: int
-    powers: tuple[int, ...]
-    refined: int
-    cycles: int
-
-
-_SMALL_EFFORT = _Effort((1.0,), 40, 2, 0, (), 0, 0)
-_LARGE_EFFORT = _Effort((1.03, 1.08), 60, 6, 10, (4, 16, 64), 1, 1)
-_HUGE_EFFORT = _Effort((1.06,), 200, 6, 6, (8, 16, 64), 1, 1)
-_HUGE = 200_000  # items x ranks
-
-
-def has_many(space: Space) -> bool:
-    """Whether a problem is searched as one of many items; depends on its shape only.
-
-    Args:
-        space: the problem.
-
-    Returns:
-        True if all of its choices come from boxes.
-    """
-    return len(space.items) >= _MANY_ITEMS
 
 
 class Packer:
@@ -94,7 +53,7 @@ class Packer:
     ) -> None:
         self.space = space
         self.out_of_time, self.tell = out_of_time, tell
-        self.byte_price = byte_price
+        self.byte_price, self._effort = byte_price, effort_of(space)
         self.price = np.concatenate([np.ones(NUM_PARTS), np.full(space.num_columns - NUM_PARTS, byte_price)])
         lumps = [choice.lump for item in space.items for choice in item.choices]
         # Sums inside groups are packed to the last unit while starts are built: later moves, which see one item or two,
@@ -142,7 +101,7 @@ class Packer:
         return self._balance(board.state)
 
     def _balance(self, state: State) -> State:
-        """Even the loads with the choices as they are; only where there are many of them and many ranks.
+        """Even the loads with the choices as they are; only where there are many of them.
 
         Args:
             state: some or all items placed.
@@ -150,7 +109,7 @@ class Packer:
         Returns:
             A state with the same choices.
         """
-        if not has_many(self.space):
+        if not has_many(self.space) or self._effort is ENORMOUS:
             return state
         for power in _BALANCE_POWERS:
             state = balance(state, self.building_price, power, _MOST_MOVES, self.out_of_time)
@@ -178,7 +137,7 @@ class Packer:
             found.append(min(keys)[2])
         return found
 
-    def improve(self, state: State, powers: tuple[int, ...] = _POWERS, sweeps: int = 6) -> State:
+    def improve(self, state: State, powers: tuple[int, ...] = _POWERS, sweeps: int = _MOST_SWEEPS) -> State:
         """Change one item after the other to the choice and ranks that help most, until nothing helps.
 
         Args:
@@ -193,7 +152,7 @@ class Packer:
         for power in (*powers, 0):
             board = Board(self, state, power)
             now = board.value()
-            for _ in range(sweeps):
+            for _ in range(min(sweeps, self._sweeps)):
                 before = now
                 for item in self._busy_first(state):
                     if self.out_of_time():
@@ -231,7 +190,7 @@ class Packer:
         """
         smallest = self.construct(self.picks(0.0))
         high = max(float(self.price @ choice.lump) for item in self.space.items for choice in item.choices) + 1e-12
-        boxes = self._from_boxes(self.value(smallest), 1.0, _SMALL_EFFORT)
+        boxes = self._from_boxes(self.value(smallest), 1.0, SMALL)
         wanted = boxes + [self.picks(float(limit)) for limit in np.geomspace(high / 1e3, high, limits)]
         starts = self._starts(smallest, wanted + self._without_exchange())
         size = len(self.space.items) * self.space.model.num_ranks
@@ -254,9 +213,8 @@ class Packer:
         return starts
 
     @property
-    def _effort(self) -> _Effort:
-        size = len(self.space.items) * self.space.model.num_ranks
-        return _HUGE_EFFORT if size > _HUGE else _LARGE_EFFORT
+    def _sweeps(self) -> int:
+        return 1 if self._effort is ENORMOUS else _MOST_SWEEPS
 
     def favoured(self) -> list[list[int]]:
         """Choices that boxes favour, memory not counted, for `search_many`.
@@ -299,7 +257,7 @@ class Packer:
         return balance(state, self.price, power, moves, self.out_of_time)
 
     def refine(self, state: State, cycles: int) -> State:
-        """Trade, move and change in turn, until nothing helps; for many items on many ranks.
+        """Trade, move and change in turn, until nothing helps; for many items.
 
         Args:
             state: a complete state.
@@ -321,7 +279,7 @@ class Packer:
                 break
         return best
 
-    def _from_boxes(self, known_seconds: float, unevenness: float, effort: _Effort) -> list[list[int]]:
+    def _from_boxes(self, known_seconds: float, unevenness: float, effort: Effort) -> list[list[int]]:
         """Choices of the boxes that promise most, and of some others, memory not counted."""
         boxes = Boxes(self.space, known_seconds, float("inf"), unevenness)
         found: dict[tuple[int, ...], float] = {}

@@ -21,8 +21,9 @@ import numpy as np
 
 from tpurec.sharding.assumptions import Assumptions
 from tpurec.sharding.costs import CostModel
+from tpurec.sharding.effort import has_many
 from tpurec.sharding.exact import best_of_all, is_small
-from tpurec.sharding.packing import Packer, has_many
+from tpurec.sharding.packing import Packer
 from tpurec.sharding.space import Cost, Placement, Space, State
 from tpurec.sharding.tables import TableSpec
 from tpurec.topology.slices import SliceTopology

@@ -50,6 +50,19 @@ def test_softmax(case, longest, width):
     assert not back[cut].any()
 
 
+@pytest.mark.parametrize("masked", [torch.finfo(torch.float32).min, -torch.inf])
+def test_softmax_of_masked_values(masked):
+    """A mask may be the least finite number, and may hide a whole bag; the padding of shorter bags takes no share."""
+    values = torch.tensor([masked, masked, 1.0, masked, 2.0])[:, None]
+    offsets = torch.tensor([0, 2, 2, 5])
+    result = fbgemm_products.softmax(values, offsets, 4)
+    torch.testing.assert_close(result, fbgemm.jagged_softmax_forward(values, offsets, 4), equal_nan=True)
+    back = fbgemm_products.softmax_gradient(torch.ones_like(values), result, offsets, 4)
+    torch.testing.assert_close(
+        back, fbgemm.jagged_softmax_backward(torch.ones_like(values), result, offsets, 4), equal_nan=True
+    )
+
+
 @settings(max_examples=60, deadline=None)
 @given(jagged(), st.integers(1, 7), st.integers(1, 3), st.integers(1, 3))
 def test_matrix_products(case, longest, rows, columns):

@@ -15,8 +15,9 @@ from tpurec.ops.jagged_dense import dense_to_jagged, jagged_to_padded_dense
 
 def softmax(values: Tensor, x_offsets: Tensor, max_L: int) -> Tensor:
     """`fbgemm::jagged_softmax_forward`; 0 for values behind `max_L` or in no bag."""
-    # The least finite number, not -inf: bags without values would be NaN, if only where nobody looks.
-    dense = _padded(values, x_offsets, max_L, torch.finfo(values.dtype).min)
+    # -inf, not the least finite number: that is what attention masks are made of, and a bag of nothing else would share
+    # its sum with the padding. Bags without values are NaN, but only where nobody looks.
+    dense = _padded(values, x_offsets, max_L, -torch.inf)
     return _jagged(dense.softmax(1) if max_L else dense, x_offsets, values.shape[0])
 
 

@@ -74,11 +74,11 @@ def _plan_once(
 ) -> Plan | Infeasible:
     searching, proving = Clock(None if seconds is None else _SEARCH * seconds, tell), Clock(seconds, tell)
     space = make_space(tables, slice_, batch_size, given)
-    impossible = _nothing_left(space) or [found for table in tables for found in _alone_too_large(space, table)]
     found = search(space, tables, slice_, given, searching)
     if found.fits:
         assembly = Assembly(space, with_fewer_widths(space, found.placement, searching))
     else:
+        impossible = _nothing_left(space) or [problem for table in tables for problem in _alone_too_large(space, table)]
         assembly = Assembly(space, found.placement)
         problems = tuple(impossible) or (_all_too_large(space, found),)
         estimates = assembly.estimates(0.0, "none")

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -179,7 +180,7 @@ def test_tables_kept_together_share_sharding_and_ranks():
     ]
     answer = plan(tables, "v6e-16", 1600)
     a, b = answer.table("a"), answer.table("b")
-    assert (a.sharding, a.ranks) == (b.sharding, b.ranks)
+    assert (a.sharding, a.ranks) == (b.sharding, b.ranks) and a.reason == "kept together with 1 other table (x)"
     assert a.seconds > b.seconds > 0
     with pytest.raises(ConfigError, match="'a', 'b' are kept together but have no sharding in common"):
         plan(
@@ -227,12 +228,19 @@ def test_many_small_tables_pinned_to_single_ranks_stay_within_floating_point():
     assert max(found.rank_seconds) <= 1.1 * min(found.rank_seconds)
 
 
-def test_planning_loads_neither_torch_nor_jax():
+def test_planning_loads_neither_torch_nor_jax(tmp_path):
+    """Neither the library nor the command, whether TABLES is a list or a recipe."""
+    recipe = ("pipelines/recipes/demo.toml", "--set", "data.schema=criteo")
+    commands = [(str(MLPERF), "--report", str(tmp_path / "plan.html")), recipe]
     code = (
-        "import sys; from tpurec.sharding.planner import plan; from tpurec.sharding.tables import *; "
-        "import tpurec.sharding.torchrec_plan, tpurec.sharding.replan; "
-        "assert 'scipy' not in sys.modules; "
-        "plan([TableSpec('t', 100, 64, (FeatureSpec('f'),))], 'v6e-4', 64); "
+        "import sys; from tpurec.sharding.planner import plan; from tpurec.sharding.tables import *\n"
+        "import tpurec.sharding.torchrec_plan, tpurec.sharding.replan\n"
+        "assert 'scipy' not in sys.modules\n"
+        "plan([TableSpec('t', 100, 64, (FeatureSpec('f'),))], 'v6e-4', 64)\n"
+        "from tpurec import cli\n"
+        f"for words in {commands!r}:\n"
+        "    try: cli.main(['plan', *words, '--slice', 'v6e-16', '--json'])\n"
+        "    except SystemExit as end: assert not end.code\n"
         "bad = [m for m in ('torch', 'torchrec', 'jax', 'ray') if m in sys.modules]; assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])

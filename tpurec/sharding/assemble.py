@@ -88,7 +88,8 @@ class Assembly:
         if table.pin:
             return "pinned"
         if len(item.tables) > 1:
-            return f"kept together with {len(item.tables) - 1} other tables ({table.keep_together})"
+            others = len(item.tables) - 1
+            return f"kept together with {others} other table{'s' if others > 1 else ''} ({table.keep_together})"
         if len({own.sharding for own in item.choices}) == 1:
             return "the only sharding allowed"
         traffic = TableTraffic(table, model)

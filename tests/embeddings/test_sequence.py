@@ -133,8 +133,9 @@ def test_batches_with_unused_capacity_and_without_examples(static):
     output = fused(to_torch(packed, static=static).features)["f1"]
     assert torch.equal(output.values(), fused.embeddings["a"].weight[[5, 6, 7]])
     assert output.lengths().tolist() == [1, 2]
-    nothing = fused(KeyedJaggedTensor(["f1"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=int)))
-    assert nothing["f1"].values().shape == (0, 8)
+    for sizes in ({"lengths": torch.zeros(0, dtype=int)}, {"offsets": torch.zeros(1, dtype=int)}):
+        nothing = fused(KeyedJaggedTensor(["f0", "f1"], torch.zeros(0, dtype=torch.int64), **sizes, stride=0))
+        assert nothing["f1"].values().shape == (0, 8) and not len(nothing["f1"].lengths())
 
 
 class _Model(nn.Module):

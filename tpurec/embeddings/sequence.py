@@ -113,7 +113,9 @@ class FusedEmbeddingCollection(EmbeddingCollectionInterface):
         bags = self._bags[0]
         jagged.check_sizes(features, bags.feature_names, features.weights_or_none() is not None)
         on_host = features.values().device.type == "cpu" and not torch.compiler.is_compiling()
-        starts = features.offset_per_key()
+        starts = features.offset_per_key_or_none()
+        if starts is None:  # of no examples given by offsets TorchRec cannot tell where keys begin
+            starts = features.offset_per_key() if features.stride() else [0] * (len(features.keys()) + 1)
         lengths = features.lengths().view(len(features.keys()), -1)
         used = lengths.sum(1).tolist() if on_host else [after - before for before, after in pairwise(starts)]
         found: dict[str, JaggedTensor] = {}

@@ -8,6 +8,7 @@ Sources, named in the comments below:
     docs     Cloud TPU documentation, pages v5e, v5p, v6e, tpu7x (read 2026-11-30)
     libtpu   libtpu 0.0.52: the HBM limit in its out-of-memory report, compiled for one device of each generation
     jax      jax 0.10.2, jax/_src/pallas/mosaic/tpu_info.py (its numbers are per TensorCore)
+    xpk      google/xpk system_characteristics.py
 """
 
 from __future__ import annotations
@@ -61,10 +62,8 @@ class Chip:
         bf16_flops_per_second: peak per chip.
         ici_bytes_per_second: inter-chip bandwidth per chip, both directions of all its links together.
         torus_dims: 2 or 3.
-        max_chips: chips of the largest slice (one pod).
         wraparound_multiple: a slice dimension has a wraparound link if it is a multiple of this many chips.
-        chips_per_host: the numbers of chips that a host may have.
-        name_counts_cores: slice names count TensorCores instead of chips (`v5p-128` is 64 chips).
+        name_counts_cores: slice names count TensorCores instead of chips (`v5p-128`, `tpu7x-128` are 64 chips).
         tensor_core_vmem_bytes: vector memory of one TensorCore.
         tensor_core_smem_bytes: scalar memory of one TensorCore.
         sparse_core: the SparseCores of one torch device; None if the chip has none.
@@ -82,9 +81,7 @@ class Chip:
     bf16_flops_per_second: float
     ici_bytes_per_second: float
     torus_dims: int
-    max_chips: int
     wraparound_multiple: int
-    chips_per_host: tuple[int, ...]
     name_counts_cores: bool
     tensor_core_vmem_bytes: int
     tensor_core_smem_bytes: int
@@ -124,9 +121,7 @@ V5E = Chip(
     bf16_flops_per_second=197 * TFLOP,  # docs
     ici_bytes_per_second=400 * GB,  # docs
     torus_dims=2,  # docs
-    max_chips=256,  # docs
     wraparound_multiple=16,  # docs: only the 16 x 16 pod closes its rings
-    chips_per_host=(1, 4, 8),  # docs
     name_counts_cores=False,  # docs
     tensor_core_vmem_bytes=128 * MIB,  # jax
     tensor_core_smem_bytes=1 * MIB,  # jax
@@ -146,9 +141,7 @@ V5P = Chip(
     bf16_flops_per_second=459 * TFLOP,  # docs
     ici_bytes_per_second=1200 * GB,  # docs
     torus_dims=3,  # docs
-    max_chips=8960,  # docs
     wraparound_multiple=4,  # docs: slices are built of 4 x 4 x 4 cubes, larger ones are full tori
-    chips_per_host=(4,),  # docs
     name_counts_cores=True,  # docs
     tensor_core_vmem_bytes=64 * MIB,  # jax
     tensor_core_smem_bytes=1 * MIB,  # jax
@@ -168,9 +161,7 @@ V6E = Chip(
     bf16_flops_per_second=918 * TFLOP,  # docs
     ici_bytes_per_second=800 * GB,  # docs
     torus_dims=2,  # docs
-    max_chips=256,  # docs
     wraparound_multiple=16,  # docs
-    chips_per_host=(1, 4, 8),  # docs
     name_counts_cores=False,  # docs
     tensor_core_vmem_bytes=128 * MIB,  # jax
     tensor_core_smem_bytes=1 * MIB,  # jax
@@ -190,10 +181,8 @@ TPU7X = Chip(
     bf16_flops_per_second=2307 * TFLOP,  # docs
     ici_bytes_per_second=1200 * GB,  # docs
     torus_dims=3,  # docs
-    max_chips=9216,  # docs
     wraparound_multiple=4,  # docs
-    chips_per_host=(4,),  # docs
-    name_counts_cores=False,  # docs
+    name_counts_cores=True,  # xpk
     tensor_core_vmem_bytes=64 * MIB,  # jax
     tensor_core_smem_bytes=1 * MIB,  # jax
     sparse_core=SparseCore(2, 16, 16, 512 * KIB, 32),  # jax: SparseCores per device, half of the chip's

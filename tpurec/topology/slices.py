@@ -261,7 +261,7 @@ def _default_shapes(generation: str) -> dict[int, tuple[int, ...]]:
 
 
 def _cores_in_name(facts: Chip) -> int:
-    return facts.num_tensor_cores if facts.torus_dims == 3 else 1
+    return facts.num_tensor_cores if facts.name_counts_cores else 1
 
 
 def _name(facts: Chip, dims: tuple[int, ...]) -> str:

@@ -21,6 +21,7 @@ from tpurec.sharding.checkpoint import Checkpointer, load_checkpoint, read_manif
 from tpurec.sharding.dense_parallel import dense_gradient_reducer
 from tpurec.sharding.modules import checkpoint_pieces, shard
 from tpurec.sharding.pieces import whole_tensors
+from tpurec.sharding.plan import Plan
 
 pytestmark = pytest.mark.multiprocess
 
@@ -35,6 +36,18 @@ def case_of(first: int, optimizer: str) -> Case:
     sizes = ((53, 8), (31, 16), (97, 8), (5, 8), (40, 12))
     tables = tuple(Table(rows, dim, kind, (3,)) for (rows, dim), kind in zip(sizes, kinds, strict=True))
     return Case(tables, optimizer, double=True, steps=6, batch_size=24)
+
+
+def uneven(plan: Plan) -> Plan:
+    """A plan whose column shards have widths of their own, and so storages with a number of updates of their own."""
+    tables = []
+    for placed in plan.tables:
+        if placed.sharding == "column_wise":
+            dim, (left, right) = placed.table.embedding_dim, placed.shards
+            shards = (replace(left, columns=(0, dim // 4)), replace(right, columns=(dim // 4, dim)))
+            placed = replace(placed, shards=shards)
+        tables.append(placed)
+    return replace(plan, tables=tuple(tables))
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -65,7 +78,7 @@ def train(model: torch.nn.Module, case: Case, rank: int, num_ranks: int, steps: 
 def save(rank: int, case: Case, folder: str) -> list[tuple[Any, ...]]:
     """Train on four ranks, save, and tell what this rank held when it did."""
     num_ranks = dist.get_world_size()
-    model = shard(build(case), plan_of(case, num_ranks))
+    model = shard(build(case), uneven(plan_of(case, num_ranks)))
     train(model, case, rank, num_ranks, slice(0, STEPS_BEFORE))
     pieces = checkpoint_pieces(model)
     held = [(p.name, p.global_shape, p.row_start, p.row_step, p.columns, p.tensor.clone()) for p in pieces]
@@ -100,7 +113,7 @@ def load_and_train(rank: int, case: Case, folder: str) -> dict[str, Any]:
     """Load under another plan, tell what this rank then holds, and train on."""
     num_ranks = dist.get_world_size()
     case = replace(case, seed=7)  # other initial values: all must come from the checkpoint
-    model = shard(build(case), plan_of(case, num_ranks))
+    model = shard(build(case), uneven(plan_of(case, num_ranks)))
     pieces = checkpoint_pieces(model)
     load_checkpoint(Path(folder), state_of(model), pieces=pieces)
     held = [(p.name, p.global_shape, p.row_start, p.row_step, p.columns, p.tensor.clone()) for p in pieces]

@@ -145,8 +145,8 @@ class ShardedCollection(nn.Module):
                 name, dims = f"{self.tables_name}.{config.name}.{state}", tensors[0].dim()
                 if dims:
                     found += pieces_of_shard(name, place.shard, self._rank, shape[:dims], tensors)
-                elif place.shard.columns[0] == 0:
-                    writes = self._rank == place.shard.ranks[0]
+                else:  # columns of another width are in a storage with a counter of its own, which is loaded, too
+                    writes = place.shard.columns[0] == 0 and self._rank == place.shard.ranks[0]
                     found.append(TensorPiece(name, (), 0, 1, None, self._counter(place, tensors[0]), writes))
         return found
 

@@ -155,6 +155,30 @@ def test_a_manifest_that_is_a_link_is_refused(tmp_path):
             read(path)
 
 
+def test_what_is_no_folder_with_a_manifest_in_it_is_named(tmp_path):
+    path = Checkpointer(tmp_path, keep_last=1).save(1, some_tensors(), {})
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: not a checkpoint"):
+        load_checkpoint(path / "rank-00000.safetensors", zeros_like(some_tensors()))
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).mkdir()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read: Is a directory"):
+        read_manifest(path)
+
+
+def test_of_a_checkpoint_that_was_moved_and_linked_the_link_is_pruned(tmp_path):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    checkpointer = Checkpointer(folder, keep_last=1)
+    path = checkpointer.save(1, some_tensors(), {})
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    checkpointer.save(2, some_tensors(), {})
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    verify_checkpoint(elsewhere)
+    (folder / ".unfinished-removed-step-00000001").symlink_to(elsewhere)  # what killed runs may have left
+    Checkpointer(folder, keep_last=1)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+
+
 def test_what_loading_returns_is_short_when_it_is_shown(tmp_path):
     tensors = {f"model.{number}": torch.zeros(1) for number in range(100)}
     path = Checkpointer(tmp_path, keep_last=1).save(7, tensors, {})

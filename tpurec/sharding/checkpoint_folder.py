@@ -134,7 +134,7 @@ def remove_leftovers(folder: Path) -> None:
     for replaced in folder.glob(f"{_REPLACED}*"):
         _put_back(replaced)
     for leftover in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(leftover)
+        _delete(leftover)
 
 
 def prune(folder: Path, keep_last: int) -> None:
@@ -164,7 +164,15 @@ def _remove(folder: Path) -> None:
     """Rename before removing, so that a kill in between leaves no folder that looks complete."""
     leaving = folder.with_name(f"{_UNFINISHED}removed-{folder.name.removeprefix(_REPLACED)}")
     folder.rename(leaving)
-    shutil.rmtree(leaving)
+    _delete(leaving)
+
+
+def _delete(folder: Path) -> None:
+    """Of a link to a folder, for which someone may have made room elsewhere, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _sync_folder(folder: Path) -> None:

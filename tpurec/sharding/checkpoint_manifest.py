@@ -235,8 +235,10 @@ def read_manifest(folder: Path | str) -> CheckpointManifest:
             if (seal or version != 1) and sealed(body) != text:
                 raise ValueError("its contents changed since it was written")
             return _read(folder, values, version)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder}: not a checkpoint: it has no {MANIFEST}.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}.", use_older(folder)) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # no UTF-8, no JSON, or others
         raise CheckpointError(f"{path}: damaged ({error!r}).", use_older(folder)) from None
     raise CheckpointError(

@@ -9,6 +9,7 @@ from tpurec.embeddings import SGD, FusedEmbeddingBagCollection, jagged, to_torch
 from tpurec.errors import DataError
 from tpurec.features.packing import PackedBatch, PackedFeature
 from tpurec.ops import embedding_bag
+from tpurec.sharding.host_batch import read_batch
 
 BATCH_SIZE, CAPACITY = 6, 32
 
@@ -139,6 +140,29 @@ def test_sizes_that_do_not_fit_are_refused_with_the_sizes(values, lengths, more,
     """Case 10."""
     with pytest.raises(DataError, match=message):
         collection()(kjt(values, lengths, **more))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.tensor([1.7, 2.0, 3.0]), r"ids are float32 \[3\]; one dimension of int32 or int64"),
+        (torch.tensor([1, 2, 3], dtype=torch.uint8), r"ids are uint8 \[3\]"),
+        (torch.tensor([[1], [2], [3]]), r"ids are int64 \[3, 1\]"),
+    ],
+)
+def test_ids_that_are_no_list_of_integers_are_refused_unsharded_and_sharded(values, message):
+    """A sharded model took 1.7 for row 1, and read bytes as rows that are not there."""
+    batch = KeyedJaggedTensor(["f1", "f2", "f3"], values, lengths=torch.ones(3, dtype=torch.int64))
+    for look in (collection(), lambda given: read_batch(given, {"f1": False})):
+        with pytest.raises(DataError, match=message):
+            look(batch)
+
+
+def test_no_ids_may_have_any_dtype():
+    """`torch.tensor([])` is float32."""
+    batch = KeyedJaggedTensor(["f1", "f2", "f3"], torch.tensor([]), lengths=torch.zeros(6, dtype=torch.int64))
+    assert not collection()(batch).values().any()
+    assert len(read_batch(batch, {"f1": False}).values["f1"]) == 0
 
 
 def test_offsets_that_do_not_fit_are_refused_with_the_sizes():

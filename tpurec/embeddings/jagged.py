@@ -111,9 +111,16 @@ def check_sizes(features: KeyedJaggedTensor, needed: Sequence[str], is_weighted:
         is_weighted: whether the collection takes weights.
 
     Raises:
-        DataError: naming the sizes, the missing feature, or the weights that are missing or not expected.
+        DataError: naming the sizes, the dtype, the missing feature, or the weights that are missing or not expected.
     """
-    keys, num_values = features.keys(), features.values().numel()
+    keys, values = features.keys(), features.values()
+    num_values = values.numel()
+    if num_values and (values.dtype not in (torch.int32, torch.int64) or values.dim() != 1):
+        dtype = str(values.dtype).removeprefix("torch.")
+        raise DataError(
+            f"ids are {dtype} {list(values.shape)}; one dimension of int32 or int64 is expected.",
+            "Convert the values of the KeyedJaggedTensor.",
+        )
     missing = [key for key in needed if key not in keys]
     if missing:
         raise DataError(f"feature {missing[0]!r} is not in the batch.", f"Its keys are: {', '.join(keys)}.")

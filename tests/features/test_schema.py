@@ -50,6 +50,12 @@ def test_a_parquet_file_without_schema_is_named_with_the_remedy(tmp_path):
         Schema.from_parquet(tmp_path / "text.parquet")
     with pytest.raises(DataError, match="no such file"):
         Schema.from_parquet(tmp_path / "absent.parquet")
+    pq.write_table(FULL.arrow_schema().empty_table(), file)
+    data = file.read_bytes()
+    root = data.index(b"ARROW:schema") + 26  # where Arrow's own schema, in base64, says that it begins
+    file.write_bytes(data[:root] + b"/////" + data[root + 5 :])
+    with pytest.raises(DataError, match=r"not a Parquet file: Invalid flatbuffers"):
+        Schema.from_parquet(file)
 
 
 def test_storage_types():

@@ -101,3 +101,8 @@ def test_measuring_names_what_is_wrong_with_the_data(run, listed, parquet, tmp_p
     assert "part-1.parquet" in (err := complaint(parquet)) and "tags" in err
     (parquet / "part-1.parquet").write_bytes(b"PAR1")
     assert "part-1.parquet: not a Parquet file" in complaint(parquet)
+    damaged = bytearray((parquet / "part-0.parquet").read_bytes())
+    pages = slice(4, len(damaged) - 8 - int.from_bytes(damaged[-8:-4], "little"))  # up to the footer, which is whole
+    damaged[pages] = b"\xff" * len(damaged[pages])
+    (parquet / "part-1.parquet").write_bytes(damaged)
+    assert "part-1.parquet: row group 0 cannot be read" in complaint(parquet)

@@ -166,7 +166,9 @@ class Schema:
             return cls.from_arrow(pq.read_schema(file), str(file))
         except FileNotFoundError:
             raise DataError(f"{path}: no such file.", "Check the path.") from None
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowInvalid, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # the system's, such as a lack of permission
+                raise
             raise DataError(f"{file}: not a Parquet file: {str(error).rstrip('.')}.", "Is it complete?") from None
 
     def with_metadata(self, schema: pa.Schema) -> pa.Schema:

@@ -144,8 +144,9 @@ def sample(schema: Schema, path: Path, sample_rows: int) -> Columns:
         At most about `sample_rows` examples.
 
     Raises:
-        DataError: there are no rows, or a file lacks a column.
+        DataError: there are no rows, or a file lacks a column or is damaged.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     from tpurec.features.columns import Columns
@@ -164,14 +165,17 @@ def sample(schema: Schema, path: Path, sample_rows: int) -> Columns:
         for feature in schema.sparse
     ]
     transformer = Transformer(dataclasses.replace(schema, sparse=tuple(lenient)))
-    parts = [
-        transformer(
-            pq.ParquetFile(file).read_row_group(group, columns=schema.columns(labels=False)).slice(0, per_group),
-            labels=False,
-            source=str(file),
-        )
-        for file, group, _ in chosen
-    ]
+    parts = []
+    for file, group, _ in chosen:
+        try:
+            with pq.ParquetFile(file) as parquet:
+                table = parquet.read_row_group(group, columns=schema.columns(labels=False))
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{file}: row group {group} cannot be read: {' '.join(str(error).split()).rstrip('.')}.",
+                "Is the file damaged?",
+            ) from None
+        parts.append(transformer(table.slice(0, per_group), labels=False, source=str(file)))
     return Columns.concat(parts)
 
 
@@ -184,7 +188,7 @@ def _row_groups(path: Path) -> list[tuple[Path, int, int]]:
     for file in sorted(path.glob("*.parquet")) if path.is_dir() else [path]:
         try:
             metadata = pq.read_metadata(file)
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{file}: not a Parquet file: {str(error).rstrip('.')}.", "Is it complete?") from None
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         groups += [(file, group, rows) for group, rows in enumerate(sizes) if rows]

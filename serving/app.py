@@ -176,7 +176,8 @@ def _errors_by_request(errors: list[RowError], ends: np.ndarray) -> dict[int, li
 def _refusal(errors: list[RowError], num_rows: int) -> RequestError:
     first, refused = errors[0], len({error.row for error in errors})
     more = f" ({refused} of {num_rows} rows are refused.)" if refused > 1 else ""
-    return RequestError(422, "invalid_row", f"{first.message.removesuffix('.')}.{more}", first.row, first.field)
+    message = first.message if first.message.endswith((".", "?")) else f"{first.message}."
+    return RequestError(422, "invalid_row", f"{message}{more}", first.row, first.field)
 
 
 class _Measure:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="Recipe TOML, such as pipelines/recipes/demo.toml.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe TOML, such as pipelines/recipes/demo.toml.")],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe value; repeatable.")
     ] = None,

@@ -185,6 +185,7 @@ def test_a_bad_value_gets_a_422_that_names_row_and_field(loaded, row, field, say
     error = error_of(response)
     assert (error["code"], error["row"], error["field"]) == ("invalid_row", 2, field)
     assert says in error["message"]
+    assert error["message"][-1] in ".?" and error["message"][-2] not in ".?"
 
 
 def test_a_number_that_json_overflows_to_infinity_is_refused(loaded):

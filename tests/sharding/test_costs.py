@@ -38,13 +38,22 @@ def test_row_bytes_hold_weights_and_state_without_gaps():
 
 def test_a_lookup_takes_the_longer_of_bytes_and_bundles():
     costs = model(gather_efficiency=0.5, sparse_core_hertz=1e9)
-    per_row = max(512 / (1638e9 * 0.5), (128 / 8 + 1.5) / (32 * 1e9))  # 17.5 bundles on 32 subcores
+    per_row = max(512 / (1638e9 * 0.5), (128 / 8 + 0.8) / (32 * 1e9))  # 16.8 bundles on 32 subcores
     assert costs.read_seconds(1000, 128, 4) == pytest.approx(1000 * per_row)
     # the smallest transfer is 32 bytes
     slow_memory = model(hbm_bytes_per_second=1e6, gather_efficiency=1.0)
     assert slow_memory.read_seconds(10, 4, 4) == pytest.approx(10 * 32 / 1e6)
     # no SparseCore on v5e: whole lines of 128 lanes, and memory decides
     assert model("v5e-16", gather_efficiency=1.0).read_seconds(10, 32, 4) == pytest.approx(10 * 512 / 819e9)
+
+
+@pytest.mark.parametrize(("chip", "lanes"), [("v6e", 8), ("v5p", 8), ("7x", 16)])
+def test_inner_loops_are_as_long_as_those_of_the_compiled_kernels(chip, lanes):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assume, vectors = Assumptions(), 128 // lanes
+    for op, per_vector in (("lookup", 1.0), ("update", assume.combine_bundles)):
+        shown = text.partition(f"| {chip} | {op} | SparseCore kernel | ")[2].split(" ", 1)[0]
+        assert per_vector * vectors + assume.row_bundles == pytest.approx(float(shown), rel=0.06)
 
 
 def test_table_wise_by_hand():

@@ -59,13 +59,16 @@ class Assumptions:
     )
     sparse_core_hertz: float = _assume(1.5e9, "1/s", "instruction bundles per second of one subcore", "assumed")
     row_bundles: float = _assume(
-        1.5,
+        0.8,
         "bundle/row",
-        "of the lookup's inner loop beside dim / lanes vector loads",
-        "compiled prototype: 17.3 at dim 128 and 8 lanes (v5p, v6e), 9.8 at 16 lanes (7x)",
+        "of an inner loop beside its bundles for each of dim / lanes vectors (one, to load it, in the lookup)",
+        "compiled kernel: 16.7 at dim 128 and 8 lanes (v5p, v6e), 8.8 at 16 lanes (7x)",
     )
     combine_bundles: float = _assume(
-        2.0, "bundle/vector", "to combine duplicates, per dim / lanes vector of each id", "assumed: a load and an add"
+        1.05,
+        "bundle/vector",
+        "to combine duplicates, per dim / lanes vector of each id",
+        "compiled kernel: 17.25 a row at dim 128 and 8 lanes, 9.75 at 16",
     )
     optimizer_bundles: float = _assume(
         8.0, "bundle/vector", "of the optimizer step, per dim / lanes vector of each row touched", "assumed"

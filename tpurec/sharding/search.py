@@ -1,13 +1,15 @@
 """Search: candidates that do not depend on how fast or large the hardware is, then the best of them that fits.
 
 More bandwidth or more memory must never make a plan slower, so the candidates are the same whatever the speeds and
-the memory: small problems are enumerated; for others candidates are made for fixed reference speeds (the chip's
-documented ones, and faster and slower links), each with a rising price on memory up to the most compact plan. A
+the memory: small problems are enumerated; for others candidates are made for fixed reference speeds: the chip's
+documented ones with a rising price on memory, up to the most compact plan, and one each for faster and slower links. A
 faster machine makes every candidate faster and a larger one lets more of them fit, so the minimum cannot rise.
 
-Large problems use only the documented speeds. Their candidates are made so that a more compact one is never faster at
-those speeds; therefore the first one that fits is the best, and the others need not be made. Between it and the one
-before it some more are made at prices in between, of which the same holds.
+Candidates for the documented speeds are made so that a more compact one is never faster at those speeds; therefore, at
+those speeds, the first one that fits is the best, and the more compact ones need not be made.
+
+Large problems use only the documented speeds. Between the first candidate that fits and the one before it some more are
+made at prices in between, of which the same holds.
 """
 
 from __future__ import annotations
@@ -169,6 +171,8 @@ def _candidates(
         for price, placement in _chain(reference, None if afresh else start, clock):
             start = start or placement
             yield _Candidate(placement, price, large and exactly)
+            if factor != 1 or (exactly and space.cost(placement).bytes <= space.model.capacity_bytes):
+                break
 
 
 def _at(space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, speeds: Assumptions) -> Space:

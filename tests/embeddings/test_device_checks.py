@@ -10,7 +10,8 @@ from tests.embeddings.offences import OFFENCES, batch_with, make_collection, spo
 from tpurec.embeddings import SGD, check_on_device, dense_gradients, fuse, raise_offence
 from tpurec.errors import DataError
 
-# What the CPU itself refuses before or within the lookup: eagerly by name (test_jagged.py, test_fused.py), compiled in the op.
+# What the CPU itself refuses before or within the lookup: eagerly by name (test_jagged.py, test_fused.py), compiled in
+# the op.
 REFUSED = {False: {"id", "length", "capacity", "weight"}, True: {"capacity"}}
 CASES = [(offence, compiled) for compiled in REFUSED for offence in OFFENCES if offence not in REFUSED[compiled]]
 

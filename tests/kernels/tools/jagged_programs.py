@@ -124,6 +124,11 @@ PROGRAMS: dict[str, Program] = {
         lambda t, s: (_ids(t, s, jnp.float32), _per_feature(t, s), _lengths(t, s)),
     ),
     "invert_permute": Program(lambda s: jagged_permute.invert_permute, lambda t, s: (_ids(t, s),), ("DLRM-v2",)),
+    "expand_permute": Program(
+        lambda s: lambda *a: jagged_permute.expand_permute(*a, s.num_ids),
+        lambda t, s: (_per_feature(t, s), _per_feature(t, s, 1), _per_feature(t, s, 1)),
+        ("DLRM-v2",),
+    ),
     "select_bags": Program(
         lambda s: lambda *a: jagged_permute.select_bags(*a, s.batch_size, s.num_ids),
         lambda t, s: (_ids(t, s), _flat(t, s), t.array((s.batch_size,), jnp.int32), _ids(t, s, jnp.float32)),
@@ -171,6 +176,11 @@ PROGRAMS: dict[str, Program] = {
         lambda t, s: (_pooled(t, s), _per_feature(t, s, 1), _per_feature(t, s)),
         ("DLRM-v2",),
     ),
+    "permute_multi": Program(
+        lambda s: lambda pooled, moves: pooled_permute.permute_multi([pooled], moves, (s.num_features * s.dim,), False),
+        lambda t, s: (_pooled(t, s), t.array((s.num_features, 6), jnp.int32)),
+        ("DLRM-v2",),
+    ),
     "regroup": Program(
         lambda s: (
             lambda pooled: pooled_permute.regroup(
@@ -178,6 +188,15 @@ PROGRAMS: dict[str, Program] = {
             )
         ),
         lambda t, s: (_pooled(t, s),),
+        ("DLRM-v2",),
+    ),
+    "fix_bounds, int64": Program(
+        lambda s: lambda *a: jagged_bounds.fix_bounds(*a, None),
+        lambda t, s: (
+            t.array((s.num_features,), jnp.int64),
+            _ids(t, s, jnp.int64),
+            t.array((s.num_bags + 1,), jnp.int32),
+        ),
         ("DLRM-v2",),
     ),
     "check_ids": Program(

@@ -191,9 +191,13 @@ def draw(points: list[dict[str, Any]], path: str) -> None:
     for ranks in sorted({point["ranks"] for point in points}):
         line = [point for point in points if point["ranks"] == ranks]
         axes.loglog([p["tables"] for p in line], [p["seconds"] for p in line], marker="o", label=f"{ranks} ranks")
+    counts = sorted({point["tables"] for point in points})
+    axes.set_xticks(counts, [str(count) for count in counts], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("tables")
     axes.set_ylabel("seconds to plan")
-    axes.grid(True, which="both", alpha=0.3)
+    axes.grid(True, alpha=0.3)
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -28,13 +28,13 @@ SPECIAL = ("compile", "interpret", "multiprocess", "ray", "browser", "emulated",
 # Seconds on 2 quiet cores; the rounds below together under 40 minutes. A tier over its budget is reported; at twice the
 # budget it is stopped and fails, so that a busy machine does not turn a passing tier into a failure.
 BUDGETS = {
-    "default": 600,
-    "compile": 600,
-    "interpret": 420,
-    "multiprocess": 700,
+    "default": 650,
+    "compile": 700,
+    "interpret": 520,
+    "multiprocess": 750,
     "ray": 420,
     "browser": 90,
-    "emulated": 600,
+    "emulated": 700,
     "slow": 7200,
 }
 # Each round's tiers are lanes that run side by side.

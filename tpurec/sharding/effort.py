@@ -22,6 +22,8 @@ class Effort:
         powers: of the means under which they trade, one after the other.
         refined: of those, how many are refined to the end.
         cycles: of refining, at most.
+        refine_powers: of the means of one cycle. A sharp one finds one small gain after another: with a thousand tables
+            it takes most of the time for a few thousandths of the step.
     """
 
     unevenness: tuple[float, ...]
@@ -31,14 +33,15 @@ class Effort:
     powers: tuple[int, ...]
     refined: int
     cycles: int
+    refine_powers: tuple[int, ...]
 
 
-SMALL = Effort((1.0,), 40, 2, 0, (), 0, 0)
-_LARGE_EFFORT = Effort((1.03, 1.08), 60, 6, 10, (4, 16, 64), 1, 1)
-_HUGE_EFFORT = Effort((1.06,), 200, 6, 6, (8, 16, 64), 1, 1)
+SMALL = Effort((1.0,), 40, 2, 0, (), 0, 0, ())
+_LARGE_EFFORT = Effort((1.03, 1.08), 60, 6, 10, (4, 16, 64), 1, 1, (64, 256))
+_HUGE_EFFORT = Effort((1.06,), 200, 6, 6, (8, 16, 64), 1, 1, (64,))
 # So many that one move or trade, which looks at all of them, takes as long as placing hundreds; and each of them is so
 # small beside a rank's load that placing them one after the other leaves ranks even.
-ENORMOUS = Effort((1.03,), 16, 2, 2, (), 1, 0)
+ENORMOUS = Effort((1.03,), 16, 2, 2, (), 1, 0, ())
 
 
 def has_many(space: Space) -> bool:

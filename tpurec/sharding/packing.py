@@ -29,7 +29,6 @@ _RELIEVE = 60_000  # items x ranks up to which uneven columns are relieved
 _RELIEF_ROUNDS = 12
 _BALANCE_POWERS = (16, 64)
 _MOST_MOVES = 500  # of single shards, per power, while a start is built
-_REFINE_POWERS = (64, 256)
 _GROUPS_DEARER = 10.0  # how much dearer sums inside groups are while a start is built
 _SETTLED = 5e-4  # relative gain of a cycle below which refining ends
 
@@ -269,7 +268,7 @@ class Packer:
         best = state
         for _ in range(cycles):
             before = self.value(best)
-            for power in _REFINE_POWERS:
+            for power in self._effort.refine_powers:
                 self.tell(f"refining a step of {1e3 * best.cost().seconds:.3f} ms")
                 state = self._trade(state, power)
                 best = min(best, state, key=self.value)

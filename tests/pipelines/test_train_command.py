@@ -124,7 +124,7 @@ def test_evaluate_masks_rows_without_label_and_still_scores_them(trained, tmp_pa
         (["train", "{recipe}", "--set", "train.bach_size=3"], 1, "unknown key 'train.bach_size'"),
         (["train", "{recipe}", "--set", "data.train=nowhere"], 1, "data.train: nowhere: no such file or folder"),
         (["train", "{recipe}", "--engine", "spark"], 2, "spark"),
-        (["train"], 2, "recipe"),
+        (["train"], 2, "RECIPE"),
         (["evaluate", "nowhere", "{data}"], 1, "nowhere: is not a RUN"),
         (["evaluate", "{run}", "nowhere"], 1, "DATA: nowhere: no such file or folder"),
         (["evaluate", "{run}"], 2, "DATA"),

@@ -118,8 +118,8 @@ class RowCounts:
             return f"all {self.kept} labels are missing: nothing can be trained on, and AUC is undefined."
         if self.lowest_label == self.highest_label:
             return (
-                f"all labels that are there equal {self.lowest_label:g}: there is nothing to learn from them, and AUC "
-                "is undefined."
+                f"all labels that are there equal {self.lowest_label:g}: a model that predicts them learns nothing, "
+                "and AUC is undefined. (One that ranks an item among others needs no labels.)"
             )
         return None
 

@@ -105,12 +105,12 @@ def search(space: Space, tables: Sequence[TableSpec], slice_: SliceTopology, giv
         best = _better(best, space, candidate.placement)
         if latest is not None and candidate.price > latest.price:
             cheaper = latest
-        if candidate.last and cheaper and latest and space.cost(candidate.placement).bytes <= capacity:
+        if candidate.finer and cheaper and latest and space.cost(candidate.placement).bytes <= capacity:
             for placement in _between(space, cheaper, latest, candidate, clock):
                 best = _better(best, space, placement)
                 if space.cost(placement).bytes <= capacity:
                     break
-        if clock.over or (candidate.last and space.cost(candidate.placement).bytes <= capacity):
+        if clock.over:
             break
         latest = candidate
     return dataclasses.replace(best, stopped_early=clock.over)
@@ -131,12 +131,12 @@ class _Candidate:
     Args:
         placement: the placement.
         price: of all bytes, in units of the step, at which it was made; 0 for the first.
-        last: whether the rest can be left out once this one fits.
+        finer: whether, once this one fits, prices between its own and that before it are tried.
     """
 
     placement: Placement
     price: float
-    last: bool
+    finer: bool
 
 
 class Clock:
@@ -171,6 +171,7 @@ def _candidates(
         for price, placement in _chain(reference, None if afresh else start, clock):
             start = start or placement
             yield _Candidate(placement, price, large and exactly)
+            # At these speeds more compact ones are no faster; at other links' one candidate each is variety enough.
             if factor != 1 or (exactly and space.cost(placement).bytes <= space.model.capacity_bytes):
                 break
 

@@ -132,7 +132,7 @@ def _configure(shim: Path, plugin: Path) -> None:
             new_size[0] = len(result)
             programs["compiled"] += 1
             return ctypes.addressof(buffer)
-        except Exception:
+        except Exception:  # none can pass through the shim; without a program it fails the compilation, as it should
             traceback.print_exc()
             return None
 
